@@ -1,0 +1,24 @@
+//! Integration tests: configuration, checkpoint, forward pass, sampling and tokenizer.
+
+#[path = "main/config.rs"]
+mod config;
+#[path = "main/golden.rs"]
+mod golden;
+#[path = "main/harness.rs"]
+mod harness;
+#[path = "main/invariance.rs"]
+mod invariance;
+#[path = "main/load.rs"]
+mod load;
+#[path = "main/noise.rs"]
+mod noise;
+#[path = "main/official.rs"]
+mod official;
+#[path = "main/refusal.rs"]
+mod refusal;
+#[path = "main/sample.rs"]
+mod sample;
+#[path = "main/text.rs"]
+mod text;
+#[path = "main/weights.rs"]
+mod weights;

@@ -1,0 +1,427 @@
+//! Lookup, insertion, leases and eviction.
+
+use crate::error::{InsertError, PinError};
+use crate::node::{Boundary, NodeId, Nodes, check_pool};
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
+use alloc::vec::Vec;
+use core::fmt;
+use kv_pool::{ChainHash, EvictionOrder, Lru, Owner, PageRef, PoolKind};
+
+/// The caller's number for one use of a hit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct LeaseId(pub u64);
+
+impl fmt::Display for LeaseId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// Limits, fixed at start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Most nodes, that is, block pages.
+    pub blocks_max: usize,
+    /// Most boundaries; each holds two or three window pages and a carry page.
+    pub boundaries_max: usize,
+    /// Most leases at a time.
+    pub leases_max: usize,
+}
+
+/// Something to be done to a page pool, in the order in which it comes out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Add the owner to the page, before the caller gives up its own ownership.
+    Retain {
+        /// [`Owner::Tree`] with the node's number.
+        owner: Owner,
+        /// A sealed page.
+        page: PageRef,
+    },
+    /// Remove the owner from the page.
+    Release {
+        /// [`Owner::Tree`] with the node's number.
+        owner: Owner,
+        /// The page.
+        page: PageRef,
+    },
+}
+
+/// A reusable prefix.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hit {
+    /// The node it ends at.
+    pub node: NodeId,
+    /// One page per block, in order.
+    pub blocks: Vec<PageRef>,
+    /// What else is needed to continue.
+    pub boundary: Boundary,
+}
+
+/// What an insertion took over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Inserted {
+    /// Block pages taken, the last ones of the chain; the others were there already.
+    pub blocks: usize,
+    /// Whether the boundary was taken; otherwise there was one already.
+    pub boundary: bool,
+}
+
+/// Counted since start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Lookups.
+    pub lookups: u64,
+    /// Lookups that found a prefix.
+    pub hits: u64,
+    /// Blocks that lookups asked for.
+    pub blocks_wanted: u64,
+    /// Blocks that lookups found.
+    pub blocks_hit: u64,
+    /// Chains inserted.
+    pub inserts: u64,
+    /// Chains refused.
+    pub inserts_refused: u64,
+    /// Block pages taken.
+    pub blocks_taken: u64,
+    /// Block pages given that were there already.
+    pub blocks_duplicate: u64,
+    /// Boundaries taken.
+    pub boundaries_taken: u64,
+    /// Block pages released, the useless ones included.
+    pub blocks_evicted: u64,
+    /// Block pages released because nothing behind them could be hit any more.
+    pub blocks_useless: u64,
+    /// Boundaries released.
+    pub boundaries_evicted: u64,
+}
+
+/// Prefixes of the device tier. See the crate documentation for the rules.
+#[derive(Debug)]
+pub struct PrefixTree {
+    config: Config,
+    nodes: Nodes,
+    /// All unpinned nodes. A node is always used after those behind it, so the first is a leaf.
+    order: Lru,
+    /// All nodes with a boundary that no lease needs.
+    boundary_order: Lru,
+    boundaries: usize,
+    leases: BTreeMap<LeaseId, NodeId>,
+    actions: VecDeque<Action>,
+    counters: Counters,
+}
+
+impl PrefixTree {
+    /// An empty tree.
+    #[must_use]
+    pub fn new(config: Config) -> Self {
+        Self {
+            config,
+            nodes: Nodes::default(),
+            order: Lru::new(),
+            boundary_order: Lru::new(),
+            boundaries: 0,
+            leases: BTreeMap::new(),
+            actions: VecDeque::new(),
+            counters: Counters::default(),
+        }
+    }
+
+    /// The longest prefix of `chain`, of at most `max_blocks` blocks, that ends at a boundary.
+    ///
+    /// The pages are only certain to stay until the next call that evicts; [`PrefixTree::pin`]
+    /// keeps them. `chain` has one hash per full block.
+    pub fn lookup(&mut self, chain: &[ChainHash], max_blocks: usize) -> Option<Hit> {
+        let wanted = &chain[..chain.len().min(max_blocks)];
+        self.counters.lookups += 1;
+        self.counters.blocks_wanted += wanted.len() as u64;
+        let mut path = self.nodes.walk(wanted);
+        while let Some(&node) = path.last() {
+            if let Some(boundary) = self.nodes.get(node).boundary.clone() {
+                self.use_now(node);
+                self.counters.hits += 1;
+                self.counters.blocks_hit += path.len() as u64;
+                let blocks = path.iter().map(|&id| self.nodes.get(id).block).collect();
+                return Some(Hit { node, blocks, boundary });
+            }
+            path.pop();
+        }
+        None
+    }
+
+    /// Adds a prefix: one hash and one sealed block page per full block, and the boundary at its
+    /// end. What is there already stays; the caller keeps its own pages for that.
+    ///
+    /// To keep boundaries inside a prefix, insert each of its prefixes that has one.
+    ///
+    /// # Errors
+    ///
+    /// [`InsertError`] if the arguments do not fit or there is no room even after evicting all that
+    /// may go; the tree is as before.
+    pub fn insert(
+        &mut self,
+        chain: &[ChainHash],
+        blocks: &[PageRef],
+        boundary: Boundary,
+    ) -> Result<Inserted, InsertError> {
+        let path = match self.check_insert(chain, blocks, &boundary) {
+            Ok(path) => path,
+            Err(error) => {
+                self.counters.inserts_refused += 1;
+                return Err(error);
+            }
+        };
+        let known = path.len();
+        let is_known = chain.len() == known;
+        let has_boundary =
+            is_known && path.last().is_some_and(|&id| self.nodes.get(id).boundary.is_some());
+        // Evicting for the new nodes must not take the ones they hang from.
+        let known_end = path.last().copied();
+        self.pin_path(known_end);
+        while self.nodes.len() + chain.len() - known > self.config.blocks_max {
+            assert!(self.evict_block(), "room was counted before");
+        }
+        while !has_boundary && self.boundaries >= self.config.boundaries_max {
+            assert!(self.evict_boundary(), "room was counted before");
+        }
+        let mut end = known_end;
+        for (&hash, &block) in chain.iter().zip(blocks).skip(known) {
+            let id = self.nodes.add(hash, end, block);
+            self.actions.push_back(Action::Retain { owner: Owner::Tree(id.0), page: block });
+            end = Some(id);
+        }
+        let end = end.expect("a chain has at least one block");
+        if !has_boundary {
+            for page in boundary.pages() {
+                self.actions.push_back(Action::Retain { owner: Owner::Tree(end.0), page });
+            }
+            self.nodes.get_mut(end).boundary = Some(boundary);
+            self.boundaries += 1;
+            self.boundary_order.insert(end.0);
+        }
+        self.unpin_path(known_end);
+        self.use_now(end);
+        self.counters.inserts += 1;
+        self.counters.blocks_taken += (chain.len() - known) as u64;
+        self.counters.blocks_duplicate += known as u64;
+        self.counters.boundaries_taken += u64::from(!has_boundary);
+        Ok(Inserted { blocks: chain.len() - known, boundary: !has_boundary })
+    }
+
+    /// Keeps all pages of a hit until [`PrefixTree::unpin`].
+    ///
+    /// # Errors
+    ///
+    /// [`PinError`] if the hit is no longer there, the lease exists, or there are too many.
+    pub fn pin(&mut self, lease: LeaseId, hit: &Hit) -> Result<(), PinError> {
+        let node = hit.node;
+        if self.leases.contains_key(&lease) {
+            return Err(PinError::Exists { lease });
+        }
+        if self.leases.len() >= self.config.leases_max {
+            return Err(PinError::LeasesFull { limit: self.config.leases_max });
+        }
+        // A boundary may have gone and come back with other pages.
+        let same = self.nodes.contains(node)
+            && self.nodes.get(node).boundary.as_ref() == Some(&hit.boundary);
+        if !same {
+            return Err(PinError::Gone { node });
+        }
+        self.leases.insert(lease, node);
+        self.nodes.get_mut(node).boundary_pins += 1;
+        self.boundary_order.remove(node.0);
+        self.pin_path(Some(node));
+        Ok(())
+    }
+
+    /// Ends a lease; false if there is none.
+    pub fn unpin(&mut self, lease: LeaseId) -> bool {
+        let Some(node) = self.leases.remove(&lease) else { return false };
+        self.unpin_path(Some(node));
+        let ended = self.nodes.get_mut(node);
+        ended.boundary_pins -= 1;
+        if ended.boundary_pins == 0 {
+            self.boundary_order.insert(node.0);
+        }
+        self.use_now(node);
+        true
+    }
+
+    /// Evicts up to `count` block pages with what belongs to them; the number that went, which can
+    /// be larger by those that became useless.
+    pub fn evict_blocks(&mut self, count: usize) -> usize {
+        let before = self.nodes.len();
+        while before - self.nodes.len() < count {
+            if !self.evict_block() {
+                break;
+            }
+        }
+        before - self.nodes.len()
+    }
+
+    /// Evicts up to `count` boundaries, and the blocks that become useless; the number of
+    /// boundaries that went.
+    pub fn evict_boundaries(&mut self, count: usize) -> usize {
+        let evicted = (0..count).take_while(|_| self.evict_boundary());
+        evicted.count()
+    }
+
+    /// What is to be done next. The caller does all of it after each call that changes the tree.
+    pub fn poll_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    /// Nodes, that is, block pages held.
+    #[must_use]
+    pub fn blocks(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Boundaries held.
+    #[must_use]
+    pub fn boundaries(&self) -> usize {
+        self.boundaries
+    }
+
+    /// Leases in force.
+    #[must_use]
+    pub fn leases(&self) -> usize {
+        self.leases.len()
+    }
+
+    /// Counters since start.
+    #[must_use]
+    pub fn counters(&self) -> Counters {
+        self.counters
+    }
+
+    /// The limits.
+    #[must_use]
+    pub fn config(&self) -> Config {
+        self.config
+    }
+
+    /// All pages held, with their owner, by node number.
+    pub fn held(&self) -> impl Iterator<Item = (Owner, PageRef)> {
+        self.nodes.iter().flat_map(|(id, node)| {
+            let boundary = node.boundary.iter().flat_map(Boundary::pages);
+            core::iter::once(node.block).chain(boundary).map(move |page| (Owner::Tree(id.0), page))
+        })
+    }
+
+    /// The nodes of `chain` that exist, if all of it can be put in.
+    fn check_insert(
+        &self,
+        chain: &[ChainHash],
+        blocks: &[PageRef],
+        boundary: &Boundary,
+    ) -> Result<Vec<NodeId>, InsertError> {
+        if chain.is_empty() || chain.len() != blocks.len() {
+            return Err(InsertError::Shape { hashes: chain.len(), pages: blocks.len() });
+        }
+        for &page in blocks {
+            check_pool(page, PoolKind::Block)?;
+        }
+        boundary.check()?;
+        let path = self.nodes.walk(chain);
+        let mut new = BTreeSet::new();
+        for (position, hash) in chain.iter().enumerate().skip(path.len()) {
+            if self.nodes.find(hash).is_some() || !new.insert(hash) {
+                return Err(InsertError::Inconsistent { position });
+            }
+        }
+        let unpinned = path.iter().filter(|&&id| self.nodes.get(id).pins == 0).count();
+        let pinned = self.nodes.len() - (self.order.len() - unpinned);
+        let wanted = chain.len() - path.len();
+        if pinned + wanted > self.config.blocks_max {
+            let limit = self.config.blocks_max;
+            return Err(InsertError::BlocksFull { wanted, limit, pinned });
+        }
+        let ends_at_boundary =
+            wanted == 0 && path.last().is_some_and(|&id| self.nodes.get(id).boundary.is_some());
+        let pinned = self.boundaries - self.boundary_order.len();
+        if !ends_at_boundary && pinned >= self.config.boundaries_max {
+            return Err(InsertError::BoundariesFull { limit: self.config.boundaries_max });
+        }
+        Ok(path)
+    }
+
+    /// Notes a use of a node's boundary and of the nodes up to it, those behind before those in
+    /// front, so that no node is ever older than one that follows it.
+    fn use_now(&mut self, node: NodeId) {
+        self.boundary_order.touch(node.0);
+        for id in self.nodes.ancestry(node) {
+            if self.nodes.get(id).pins == 0 {
+                self.order.insert(id.0);
+            }
+        }
+    }
+
+    fn pin_path(&mut self, end: Option<NodeId>) {
+        for id in end.map(|end| self.nodes.ancestry(end)).unwrap_or_default() {
+            self.nodes.get_mut(id).pins += 1;
+            self.order.remove(id.0);
+        }
+    }
+
+    fn unpin_path(&mut self, end: Option<NodeId>) {
+        for id in end.map(|end| self.nodes.ancestry(end)).unwrap_or_default() {
+            let node = self.nodes.get_mut(id);
+            node.pins -= 1;
+            if node.pins == 0 {
+                self.order.insert(id.0);
+            }
+        }
+    }
+
+    /// Evicts the least recently used unpinned node; false if there is none.
+    fn evict_block(&mut self) -> bool {
+        let Some(victim) = self.order.pop_victim() else { return false };
+        let parent = self.remove_leaf(NodeId(victim));
+        self.remove_useless(parent);
+        true
+    }
+
+    /// Evicts the least recently used boundary that no lease needs; false if there is none.
+    fn evict_boundary(&mut self) -> bool {
+        let Some(victim) = self.boundary_order.pop_victim() else { return false };
+        let victim = NodeId(victim);
+        let boundary = self.nodes.get_mut(victim).boundary.take();
+        self.release_boundary(victim, &boundary.expect("the order holds nodes with boundaries"));
+        self.remove_useless(Some(victim));
+        true
+    }
+
+    /// Removes `node`, and then those before it, while nothing at or behind it can be hit.
+    fn remove_useless(&mut self, mut node: Option<NodeId>) {
+        while let Some(id) = node {
+            let end = self.nodes.get(id);
+            if end.children > 0 || end.pins > 0 || end.boundary.is_some() {
+                return;
+            }
+            self.order.remove(id.0);
+            self.counters.blocks_useless += 1;
+            node = self.remove_leaf(id);
+        }
+    }
+
+    /// Takes out an unpinned leaf that is no longer in the order; its parent.
+    fn remove_leaf(&mut self, id: NodeId) -> Option<NodeId> {
+        let node = self.nodes.remove(id);
+        if let Some(boundary) = &node.boundary {
+            self.boundary_order.remove(id.0);
+            self.release_boundary(id, boundary);
+        }
+        self.actions.push_back(Action::Release { owner: Owner::Tree(id.0), page: node.block });
+        self.counters.blocks_evicted += 1;
+        node.parent
+    }
+
+    fn release_boundary(&mut self, id: NodeId, boundary: &Boundary) {
+        for page in boundary.pages() {
+            self.actions.push_back(Action::Release { owner: Owner::Tree(id.0), page });
+        }
+        self.boundaries -= 1;
+        self.counters.boundaries_evicted += 1;
+    }
+}

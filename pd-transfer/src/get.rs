@@ -1,0 +1,36 @@
+//! One read from a peer's memory, as plain data.
+
+use crate::id::OpId;
+use crate::wire::{Extent, Guard, RegionId};
+use alloc::string::String;
+use alloc::vec::Vec;
+
+/// Copy `source` in a region of the peer to `target` in a region of ours.
+///
+/// The lists have equal length and pairwise equal extent lengths.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Get {
+    /// Named in the completion.
+    pub op: OpId,
+    /// Region of the peer.
+    pub source_region: RegionId,
+    /// Ranges in it.
+    pub source: Vec<Extent>,
+    /// Word of the peer that must not change.
+    pub guard: Guard,
+    /// Our region.
+    pub target_region: RegionId,
+    /// Ranges in it.
+    pub target: Vec<Extent>,
+}
+
+/// How a get ended. Whatever the outcome, no write to its target follows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GetOutcome {
+    /// The bytes are in the target and visible to this process.
+    Done,
+    /// The guard word had another value; the target holds nothing useful.
+    Stale,
+    /// The transport could not do it; the target holds nothing useful.
+    Error(String),
+}

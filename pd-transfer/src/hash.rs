@@ -1,0 +1,129 @@
+//! The two hashes of the protocol: a 64-bit checksum of an envelope, a 128-bit hash of a record.
+//!
+//! Both guard against accidents, not against an attacker. Their definition is part of protocol
+//! version 1 and is held by golden vectors.
+
+use crate::wire::{Identity, Key, Tag};
+use alloc::vec::Vec;
+
+const MUL_A: u64 = 0x9E37_79B9_7F4A_7C15;
+const MUL_B: u64 = 0xC2B2_AE3D_27D4_EB4F;
+const SEED_LOW: u64 = 0x1656_67B1_9E37_79F9;
+const SEED_HIGH: u64 = 0x27D4_EB2F_1656_67C5;
+
+/// A streaming hash over 8-byte little-endian words; the last word is padded with zeros and the
+/// length is mixed in at the end, so `"a"` and `"a\0"` differ.
+///
+/// Per word `w`: `state = rotate_left((state ^ w) * multiplier, 29) + w`.
+#[derive(Clone, Debug)]
+struct Lane {
+    state: u64,
+    multiplier: u64,
+}
+
+impl Lane {
+    fn word(&mut self, word: u64) {
+        self.state = (self.state ^ word)
+            .wrapping_mul(self.multiplier)
+            .rotate_left(29)
+            .wrapping_add(word);
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) {
+        let (words, tail) = bytes.as_chunks::<8>();
+        for word in words {
+            self.word(u64::from_le_bytes(*word));
+        }
+        if !tail.is_empty() {
+            let mut last = [0; 8];
+            last[..tail.len()].copy_from_slice(tail);
+            self.word(u64::from_le_bytes(last));
+        }
+        self.word(bytes.len() as u64);
+    }
+
+    /// MurmurHash3's 64-bit finaliser: every input bit reaches every output bit.
+    fn finish(&self) -> u64 {
+        let mut hash = self.state;
+        hash = (hash ^ (hash >> 33)).wrapping_mul(0xFF51_AFD7_ED55_8CCD);
+        hash = (hash ^ (hash >> 33)).wrapping_mul(0xC4CE_B9FE_1A85_EC53);
+        hash ^ (hash >> 33)
+    }
+}
+
+/// The 64-bit checksum of an envelope: of `head`, then of `body`.
+#[must_use]
+pub fn checksum64(head: &[u8], body: &[u8]) -> u64 {
+    let mut lane = Lane { state: SEED_LOW, multiplier: MUL_A };
+    lane.bytes(head);
+    lane.bytes(body);
+    lane.finish()
+}
+
+/// A 128-bit hash: two lanes of the checksum's kind with different seeds and multipliers.
+#[must_use]
+pub fn hash128(bytes: &[u8]) -> [u8; 16] {
+    let mut low = Lane { state: SEED_LOW, multiplier: MUL_A };
+    let mut high = Lane { state: SEED_HIGH, multiplier: MUL_B };
+    low.bytes(bytes);
+    high.bytes(bytes);
+    let mut out = [0; 16];
+    out[..8].copy_from_slice(&low.finish().to_le_bytes());
+    out[8..].copy_from_slice(&high.finish().to_le_bytes());
+    out
+}
+
+/// The hash over all pages of one attempt, independent of the order in which they were offered.
+///
+/// [`hash128`] of the concatenated `key | identity | tag`, ascending by key.
+#[must_use]
+pub fn manifest_hash(pages: impl IntoIterator<Item = (Key, Identity, Tag)>) -> [u8; 16] {
+    let mut pages: Vec<_> = pages.into_iter().collect();
+    pages.sort_unstable();
+    let mut bytes = Vec::with_capacity(pages.len() * 48);
+    for (key, identity, tag) in pages {
+        bytes.extend_from_slice(&key.0);
+        bytes.extend_from_slice(&identity.0);
+        bytes.extend_from_slice(&tag.0);
+    }
+    hash128(&bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vectors_are_frozen() {
+        // From a second implementation of the definition above.
+        assert_eq!(checksum64(b"", b""), 0xAE40_1E6A_4553_38CF);
+        assert_eq!(checksum64(b"head", b"body bytes"), 0xE1EA_147E_9581_6D90);
+        let hash = u128::from_be_bytes(hash128(b"prefill decode"));
+        assert_eq!(hash, 0x5FA7_DD68_B063_126A_24F6_6700_CA4F_64CE);
+    }
+
+    #[test]
+    fn padding_length_and_split_matter() {
+        assert_ne!(hash128(b"a"), hash128(b"a\0"));
+        assert_ne!(checksum64(b"ab", b"c"), checksum64(b"a", b"bc"));
+        assert_ne!(hash128(b"01234567abcdefgh"), hash128(b"abcdefgh01234567"));
+    }
+
+    #[test]
+    fn every_single_bit_changes_the_checksum() {
+        let clean = [0x5A_u8; 100];
+        let sum = checksum64(&clean, b"");
+        for bit in 0..800 {
+            let mut damaged = clean;
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            assert_ne!(checksum64(&damaged, b""), sum, "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn manifest_ignores_the_order_of_offers() {
+        let page = |n: u8| (Key([n; 16]), Identity([n + 1; 16]), Tag([n + 2; 16]));
+        assert_eq!(manifest_hash([page(1), page(9)]), manifest_hash([page(9), page(1)]));
+        assert_ne!(manifest_hash([page(1), page(9)]), manifest_hash([page(1), page(8)]));
+    }
+}

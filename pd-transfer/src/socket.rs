@@ -1,0 +1,589 @@
+//! What the socket transports share: frames, one reading and one writing thread per link, bounded
+//! queues, and the order in which a link ends.
+//!
+//! A frame is a 16-byte header (kind `u8`, three zero bytes, payload length `u32`, operation `u64`,
+//! little-endian) and its payload. The writing thread is the only one that copies out of our
+//! memory for the peer, the reading thread the only one that writes what the peer sent. A link
+//! ends in one place, [`Conn::finish`]: writer joined, gets answered, then the loss reported.
+
+use crate::copy::{Copied, guarded_read, write};
+use crate::get::Get;
+use crate::id::{OpId, PeerId};
+use crate::link::Side;
+use crate::transport::{
+    EventSink, LostReason, RegionOwner, Regions, TransportError, TransportEvent,
+};
+use crate::wire::{Extent, MAX_EXTENTS, MAX_MESSAGE_BYTES, ReadRequest, decode_read, encode_read};
+use std::collections::{BTreeMap, VecDeque};
+use std::io::{self, BufReader, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+
+const HEADER_BYTES: usize = 16;
+const MESSAGE: u8 = 1;
+const READ: u8 = 2;
+const DATA: u8 = 3;
+const STALE: u8 = 4;
+const REFUSED: u8 = 5;
+/// Largest get.
+pub(crate) const GET_BYTES_MAX: u64 = 16 << 20;
+/// Bytes that may wait for one peer.
+const QUEUE_BYTES_MAX: u64 = 64 << 20;
+/// Reads of one peer that may wait to be served.
+const SERVING_MAX: usize = 4096;
+/// Links of one transport, half-open ones included.
+const LINKS_MAX: usize = 1024;
+/// Bytes read from the socket at a time.
+const CHUNK_BYTES: usize = 256 << 10;
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A connected stream socket.
+#[derive(Debug)]
+pub(crate) enum Stream {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+impl Stream {
+    fn shutdown(&self) {
+        // A socket that is not connected any more is as shut down as it can be.
+        let _ = match self {
+            Self::Tcp(stream) => stream.shutdown(Shutdown::Both),
+            Self::Unix(stream) => stream.shutdown(Shutdown::Both),
+        };
+    }
+}
+
+impl Read for &Stream {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Stream::Tcp(stream) => (&mut &*stream).read(out),
+            Stream::Unix(stream) => (&mut &*stream).read(out),
+        }
+    }
+}
+
+impl Write for &Stream {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Stream::Tcp(stream) => (&mut &*stream).write(bytes),
+            Stream::Unix(stream) => (&mut &*stream).write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+enum Frame {
+    Message(Vec<u8>),
+    Read(OpId, Vec<u8>),
+    Serve(OpId, ReadRequest),
+}
+
+#[derive(Debug, Default)]
+struct Outbox {
+    frames: VecDeque<Frame>,
+    bytes: u64,
+    serving: usize,
+    is_closed: bool,
+}
+
+#[derive(Debug)]
+struct Pending {
+    /// Gets without an answer.
+    gets: BTreeMap<OpId, Get>,
+    /// Gets that a copying thread works on.
+    running: usize,
+    is_closed: bool,
+}
+
+/// One link.
+#[derive(Debug)]
+pub(crate) struct Conn {
+    pub(crate) peer: PeerId,
+    side: Side,
+    address: Mutex<String>,
+    stream: Mutex<Option<Arc<Stream>>>,
+    outbox: Mutex<Outbox>,
+    outbox_filled: Condvar,
+    pending: Mutex<Pending>,
+    pending_idle: Condvar,
+    /// The first reason given wins.
+    why: Mutex<Option<LostReason>>,
+    /// The peer's regions where they can be mapped.
+    pub(crate) remote: Mutex<Arc<Vec<Arc<dyn RegionOwner>>>>,
+}
+
+impl Conn {
+    fn new(peer: PeerId, side: Side, address: String) -> Arc<Self> {
+        Arc::new(Self {
+            peer,
+            side,
+            address: Mutex::new(address),
+            stream: Mutex::new(None),
+            outbox: Mutex::default(),
+            outbox_filled: Condvar::new(),
+            pending: Mutex::new(Pending {
+                gets: BTreeMap::new(),
+                running: 0,
+                is_closed: false,
+            }),
+            pending_idle: Condvar::new(),
+            why: Mutex::new(None),
+            remote: Mutex::default(),
+        })
+    }
+
+    /// Begins the end of the link.
+    pub(crate) fn abort(&self, why: LostReason) {
+        lock(&self.why).get_or_insert(why);
+        lock(&self.outbox).is_closed = true;
+        self.outbox_filled.notify_all();
+        if let Some(stream) = &*lock(&self.stream) {
+            stream.shutdown();
+        }
+    }
+
+    fn push(&self, frame: Frame, bytes: u64) -> Result<(), LostReason> {
+        let mut outbox = lock(&self.outbox);
+        if outbox.is_closed {
+            return Ok(());
+        }
+        let queued = outbox.bytes + bytes;
+        if queued > QUEUE_BYTES_MAX {
+            return Err(LostReason::Slow { queued, limit: QUEUE_BYTES_MAX });
+        }
+        outbox.bytes = queued;
+        outbox.frames.push_back(frame);
+        drop(outbox);
+        self.outbox_filled.notify_one();
+        Ok(())
+    }
+
+    /// Queues a message; a peer whose queue is full is cut.
+    pub(crate) fn send(&self, message: Vec<u8>) {
+        let bytes = (message.len() + HEADER_BYTES) as u64;
+        if let Err(why) = self.push(Frame::Message(message), bytes) {
+            self.abort(why);
+        }
+    }
+
+    /// Notes a get; false if the link has ended.
+    pub(crate) fn begin_get(&self, get: Get) -> bool {
+        let mut pending = lock(&self.pending);
+        if pending.is_closed {
+            return false;
+        }
+        pending.gets.insert(get.op, get);
+        true
+    }
+
+    /// Asks the peer for the bytes of a get.
+    pub(crate) fn request(&self, op: OpId, read: &ReadRequest) {
+        match encode_read(read) {
+            Ok(bytes) => {
+                let len = (bytes.len() + HEADER_BYTES) as u64;
+                if let Err(why) = self.push(Frame::Read(op, bytes), len) {
+                    self.abort(why);
+                }
+            }
+            Err(error) => self.abort(LostReason::Malformed(error.to_string())),
+        }
+    }
+
+    /// Takes a get for a copying thread. The end of the link waits until `put_back`.
+    pub(crate) fn take_get(&self, op: OpId) -> Option<Get> {
+        let mut pending = lock(&self.pending);
+        let get = pending.gets.remove(&op)?;
+        pending.running += 1;
+        Some(get)
+    }
+
+    /// A copying thread is done and has reported.
+    pub(crate) fn put_back(&self) {
+        lock(&self.pending).running -= 1;
+        self.pending_idle.notify_all();
+    }
+
+    /// The one way a link ends: no access of the peer, every get answered, then the news.
+    fn finish(&self, links: &Links, writer: Option<JoinHandle<()>>, was_up: bool) {
+        self.abort(LostReason::Closed);
+        if let Some(writer) = writer {
+            // A panic of the writer was reported by its thread; either way it reads nothing now.
+            let _ = writer.join();
+        }
+        let mut pending = lock(&self.pending);
+        pending.is_closed = true;
+        let gets = std::mem::take(&mut pending.gets);
+        while pending.running > 0 {
+            pending =
+                self.pending_idle.wait(pending).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(pending);
+        let peer = self.peer;
+        for op in gets.into_keys() {
+            let error = String::from("link lost");
+            (links.sink)(TransportEvent::GetFailed { peer, op, error });
+        }
+        lock(&links.table).remove(&peer);
+        *lock(&self.stream) = None;
+        *lock(&self.remote) = Arc::default();
+        let why = lock(&self.why).take().unwrap_or(LostReason::Closed);
+        // Nobody was told of an incoming link that never came up.
+        if was_up || self.side == Side::Connector {
+            (links.sink)(TransportEvent::PeerLost { peer, why });
+        }
+    }
+}
+
+/// What a link does before its first frame: checks the peer, and returns regions to map.
+pub(crate) type Greet =
+    dyn Fn(&Stream, &Regions) -> Result<Vec<Arc<dyn RegionOwner>>, LostReason> + Send + Sync;
+
+/// All links of one transport.
+pub(crate) struct Links {
+    pub(crate) sink: EventSink,
+    pub(crate) regions: Regions,
+    /// Whether gets are served over the socket; otherwise frames that ask for it are malformed.
+    is_serving: bool,
+    greet: Box<Greet>,
+    table: Mutex<BTreeMap<PeerId, Arc<Conn>>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    next_peer: AtomicU64,
+    pub(crate) is_ending: AtomicBool,
+}
+
+impl std::fmt::Debug for Links {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Links").field("table", &self.table).finish_non_exhaustive()
+    }
+}
+
+impl Links {
+    pub(crate) fn new(sink: EventSink, is_serving: bool, greet: Box<Greet>) -> Arc<Self> {
+        Arc::new(Self {
+            sink,
+            regions: Regions::default(),
+            is_serving,
+            greet,
+            table: Mutex::default(),
+            threads: Mutex::default(),
+            next_peer: AtomicU64::new(0),
+            is_ending: AtomicBool::new(false),
+        })
+    }
+
+    pub(crate) fn find(&self, peer: PeerId) -> Result<Arc<Conn>, TransportError> {
+        lock(&self.table).get(&peer).cloned().ok_or(TransportError::UnknownPeer(peer))
+    }
+
+    /// Opens a link on its own thread; `open` may block for a few seconds.
+    pub(crate) fn begin(
+        self: &Arc<Self>,
+        address: String,
+        side: Side,
+        open: impl FnOnce() -> Result<Stream, LostReason> + Send + 'static,
+    ) -> Result<PeerId, TransportError> {
+        let mut table = lock(&self.table);
+        if table.len() >= LINKS_MAX {
+            return Err(TransportError::Full { what: "links", limit: LINKS_MAX });
+        }
+        let peer = PeerId(self.next_peer.fetch_add(1, Ordering::Relaxed));
+        let conn = Conn::new(peer, side, address);
+        table.insert(peer, Arc::clone(&conn));
+        drop(table);
+        let links = Arc::clone(self);
+        let run = move || links.run(&conn, open);
+        let thread = thread::Builder::new().name(String::from("pd-link")).spawn(run);
+        match thread {
+            Ok(thread) => {
+                let mut threads = lock(&self.threads);
+                threads.retain(|thread| !thread.is_finished());
+                threads.push(thread);
+                Ok(peer)
+            }
+            Err(source) => {
+                lock(&self.table).remove(&peer);
+                Err(TransportError::Io { during: "start thread", source })
+            }
+        }
+    }
+
+    pub(crate) fn cut(&self, peer: PeerId) {
+        if let Ok(conn) = self.find(peer) {
+            conn.abort(LostReason::Cut);
+        }
+    }
+
+    pub(crate) fn send(&self, to: PeerId, message: Vec<u8>) -> Result<(), TransportError> {
+        if message.len() > MAX_MESSAGE_BYTES {
+            let limit = MAX_MESSAGE_BYTES as u64;
+            return Err(TransportError::TooLarge { bytes: message.len() as u64, limit });
+        }
+        self.find(to)?.send(message);
+        Ok(())
+    }
+
+    /// Cuts every link and joins every thread. The sink must not block any more.
+    pub(crate) fn end(&self) {
+        self.is_ending.store(true, Ordering::SeqCst);
+        let open: Vec<_> = lock(&self.table).values().cloned().collect();
+        for conn in open {
+            conn.abort(LostReason::Cut);
+        }
+        let threads = std::mem::take(&mut *lock(&self.threads));
+        for thread in threads {
+            // A panic of a link's thread was reported by that thread.
+            let _ = thread.join();
+        }
+    }
+
+    fn run(
+        self: &Arc<Self>,
+        conn: &Arc<Conn>,
+        open: impl FnOnce() -> Result<Stream, LostReason>,
+    ) {
+        let opened = open().and_then(|stream| {
+            let stream = Arc::new(stream);
+            *lock(&conn.stream) = Some(Arc::clone(&stream));
+            // A cut that came before there was a socket to shut down.
+            if lock(&conn.outbox).is_closed || self.is_ending.load(Ordering::SeqCst) {
+                return Err(LostReason::Cut);
+            }
+            let remote = (self.greet)(&stream, &self.regions)?;
+            *lock(&conn.remote) = Arc::new(remote);
+            Ok(stream)
+        });
+        let stream = match opened {
+            Ok(stream) => stream,
+            Err(why) => {
+                conn.abort(why);
+                return conn.finish(self, None, false);
+            }
+        };
+        let (links, out) = (Arc::clone(self), Arc::clone(&stream));
+        let writing = Arc::clone(conn);
+        let writer = thread::Builder::new()
+            .name(String::from("pd-link-out"))
+            .spawn(move || write_frames(&links, &writing, &out));
+        let writer = match writer {
+            Ok(writer) => writer,
+            Err(error) => {
+                conn.abort(LostReason::Io(error.to_string()));
+                return conn.finish(self, None, false);
+            }
+        };
+        let address = lock(&conn.address).clone();
+        (self.sink)(TransportEvent::PeerUp { peer: conn.peer, address, side: conn.side });
+        if let Err(why) = read_frames(self, conn, &stream) {
+            conn.abort(why);
+        }
+        conn.finish(self, Some(writer), true);
+    }
+}
+
+fn header(kind: u8, len: usize, op: OpId) -> [u8; HEADER_BYTES] {
+    let mut bytes = [0; HEADER_BYTES];
+    bytes[0] = kind;
+    bytes[4..8].copy_from_slice(&u32::try_from(len).unwrap_or(u32::MAX).to_le_bytes());
+    bytes[8..].copy_from_slice(&op.0.to_le_bytes());
+    bytes
+}
+
+fn write_frames(links: &Links, conn: &Conn, stream: &Stream) {
+    let mut buffer = Vec::new();
+    loop {
+        let mut outbox = lock(&conn.outbox);
+        let frame = loop {
+            if outbox.is_closed {
+                return;
+            }
+            if let Some(frame) = outbox.frames.pop_front() {
+                break frame;
+            }
+            outbox = conn.outbox_filled.wait(outbox).unwrap_or_else(PoisonError::into_inner);
+        };
+        drop(outbox);
+        buffer.clear();
+        let queued = match frame {
+            Frame::Message(message) => {
+                buffer.extend_from_slice(&header(MESSAGE, message.len(), OpId(0)));
+                buffer.extend_from_slice(&message);
+                buffer.len()
+            }
+            Frame::Read(op, request) => {
+                buffer.extend_from_slice(&header(READ, request.len(), op));
+                buffer.extend_from_slice(&request);
+                buffer.len()
+            }
+            Frame::Serve(op, request) => {
+                serve(&links.regions, op, &request, &mut buffer);
+                lock(&conn.outbox).serving -= 1;
+                0
+            }
+        };
+        let mut out = stream;
+        if let Err(error) = out.write_all(&buffer) {
+            return conn.abort(lost(&error));
+        }
+        lock(&conn.outbox).bytes -= queued as u64;
+        // A single large frame does not keep its memory for the life of the link.
+        buffer.shrink_to(CHUNK_BYTES);
+    }
+}
+
+/// Puts the answer to a read into `buffer`.
+fn serve(regions: &Regions, op: OpId, request: &ReadRequest, buffer: &mut Vec<u8>) {
+    buffer.extend_from_slice(&[0; HEADER_BYTES]);
+    let source = regions.find(request.region);
+    let guards = regions.find(request.guard.region);
+    let copied = match (source, guards) {
+        (Some(source), Some(guards)) => {
+            guarded_read(&*source, &*guards, &request.extents, &request.guard, buffer)
+                .map_err(|error| error.to_string())
+        }
+        _ => Err(String::from("no such region")),
+    };
+    let kind = match copied {
+        Ok(Copied::Done) => DATA,
+        Ok(Copied::Stale) => {
+            buffer.truncate(HEADER_BYTES);
+            STALE
+        }
+        Err(text) => {
+            buffer.truncate(HEADER_BYTES);
+            buffer.extend_from_slice(text.as_bytes());
+            REFUSED
+        }
+    };
+    let head = header(kind, buffer.len() - HEADER_BYTES, op);
+    buffer[..HEADER_BYTES].copy_from_slice(&head);
+}
+
+fn lost(error: &io::Error) -> LostReason {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof
+        | io::ErrorKind::ConnectionReset
+        | io::ErrorKind::BrokenPipe
+        | io::ErrorKind::ConnectionAborted => LostReason::Closed,
+        _ => LostReason::Io(error.to_string()),
+    }
+}
+
+/// Reads `len` bytes without trusting `len` for an allocation.
+fn read_bytes(reader: &mut impl Read, len: usize) -> Result<Vec<u8>, LostReason> {
+    let mut bytes = Vec::with_capacity(len.min(CHUNK_BYTES));
+    let got = reader.by_ref().take(len as u64).read_to_end(&mut bytes).map_err(|e| lost(&e))?;
+    if got == len { Ok(bytes) } else { Err(LostReason::Closed) }
+}
+
+fn read_frames(links: &Links, conn: &Conn, stream: &Stream) -> Result<(), LostReason> {
+    let malformed = |text: String| Err(LostReason::Malformed(text));
+    let mut reader = BufReader::with_capacity(64 << 10, stream);
+    let mut chunk = vec![0; CHUNK_BYTES];
+    loop {
+        let mut head = [0; HEADER_BYTES];
+        reader.read_exact(&mut head).map_err(|error| lost(&error))?;
+        let [kind, a, b, c, l0, l1, l2, l3, op @ ..] = head;
+        let len = u32::from_le_bytes([l0, l1, l2, l3]) as usize;
+        let op = OpId(u64::from_le_bytes(op));
+        if [a, b, c] != [0; 3] {
+            return malformed(String::from("reserved bytes are not zero"));
+        }
+        match kind {
+            MESSAGE if len <= MAX_MESSAGE_BYTES => {
+                let bytes = read_bytes(&mut reader, len)?;
+                (links.sink)(TransportEvent::Message { peer: conn.peer, bytes });
+            }
+            READ if links.is_serving && len <= 256 => {
+                let bytes = read_bytes(&mut reader, len)?;
+                let request = decode_read(&bytes)
+                    .map_err(|error| LostReason::Malformed(error.to_string()))?;
+                queue_read(conn, op, request)?;
+            }
+            DATA if links.is_serving => {
+                receive(links, conn, op, len, &mut reader, &mut chunk)?;
+            }
+            STALE if links.is_serving && len == 0 => {
+                take_pending(conn, op)?;
+                (links.sink)(TransportEvent::GetStale { peer: conn.peer, op });
+            }
+            REFUSED if links.is_serving && len <= 4096 => {
+                let bytes = read_bytes(&mut reader, len)?;
+                take_pending(conn, op)?;
+                let error = String::from_utf8_lossy(&bytes).into_owned();
+                (links.sink)(TransportEvent::GetFailed { peer: conn.peer, op, error });
+            }
+            _ => return malformed(format!("kind {kind} with {len} bytes")),
+        }
+    }
+}
+
+fn queue_read(conn: &Conn, op: OpId, request: ReadRequest) -> Result<(), LostReason> {
+    let bytes: u64 = request.extents.iter().map(|extent| u64::from(extent.len)).sum();
+    let count = request.extents.len();
+    if bytes > GET_BYTES_MAX || count == 0 || count > MAX_EXTENTS {
+        return Err(LostReason::Malformed(format!("read of {bytes} bytes in {count} extents")));
+    }
+    let mut outbox = lock(&conn.outbox);
+    if outbox.serving >= SERVING_MAX {
+        return Err(LostReason::Malformed(format!("more than {SERVING_MAX} reads at once")));
+    }
+    outbox.serving += 1;
+    outbox.frames.push_back(Frame::Serve(op, request));
+    drop(outbox);
+    conn.outbox_filled.notify_one();
+    Ok(())
+}
+
+fn take_pending(conn: &Conn, op: OpId) -> Result<Get, LostReason> {
+    lock(&conn.pending)
+        .gets
+        .remove(&op)
+        .ok_or_else(|| LostReason::Malformed(format!("answer to {op}, which was not asked")))
+}
+
+/// Copies the payload of a `DATA` frame to the target of its get.
+fn receive(
+    links: &Links,
+    conn: &Conn,
+    op: OpId,
+    len: usize,
+    reader: &mut impl Read,
+    chunk: &mut [u8],
+) -> Result<(), LostReason> {
+    let (target_region, target) = {
+        let pending = lock(&conn.pending);
+        let Some(get) = pending.gets.get(&op) else {
+            return Err(LostReason::Malformed(format!("data for {op}, which was not asked")));
+        };
+        (get.target_region, get.target.clone())
+    };
+    let wanted: usize = target.iter().map(|extent| extent.len as usize).sum();
+    let Some(memory) = links.regions.find(target_region).filter(|_| wanted == len) else {
+        return Err(LostReason::Malformed(format!("{len} bytes for {op}, which wants {wanted}")));
+    };
+    for Extent { offset, len } in target {
+        let mut written = 0;
+        while written < len as usize {
+            let part = (len as usize - written).min(chunk.len());
+            reader.read_exact(&mut chunk[..part]).map_err(|error| lost(&error))?;
+            write(&*memory, offset + written as u64, &chunk[..part])
+                .map_err(|error| LostReason::Io(error.to_string()))?;
+            written += part;
+        }
+    }
+    // Removed only now: if the link breaks in the middle, its end answers the get.
+    take_pending(conn, op)?;
+    (links.sink)(TransportEvent::GetDone { peer: conn.peer, op });
+    Ok(())
+}

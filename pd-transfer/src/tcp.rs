@@ -1,0 +1,173 @@
+//! The TCP transport: messages and pages over one socket per link.
+//!
+//! A get travels as a request; the writing thread of the source's link copies the page out under
+//! its guard and sends it. The fence is the end of that thread.
+
+use crate::get::Get;
+use crate::id::PeerId;
+use crate::link::Side;
+use crate::socket::{GET_BYTES_MAX, Links, Stream};
+use crate::transport::{
+    EventSink, LostReason, RegionOwner, Regions, Transport, TransportError, TransportFactory,
+};
+use crate::wire::{ReadRequest, RegionId, extents_bytes};
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+/// First bytes of each side: the name and the version of the framing.
+const PREAMBLE: &[u8; 8] = b"PDTCP\0\0\x01";
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+const PREAMBLE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// See the module text.
+#[derive(Debug)]
+pub struct Tcp {
+    links: Arc<Links>,
+    acceptor: Option<(SocketAddr, JoinHandle<()>)>,
+}
+
+impl Tcp {
+    /// A transport without links.
+    #[must_use]
+    pub fn new(sink: EventSink) -> Self {
+        Self { links: Links::new(sink, true, Box::new(greet)), acceptor: None }
+    }
+
+    /// Makes TCP transports.
+    #[must_use]
+    pub fn factory() -> TransportFactory {
+        Box::new(|sink| Ok(Box::new(Self::new(sink))))
+    }
+}
+
+fn io(error: &std::io::Error) -> LostReason {
+    LostReason::Io(error.to_string())
+}
+
+fn greet(stream: &Stream, _: &Regions) -> Result<Vec<Arc<dyn RegionOwner>>, LostReason> {
+    let Stream::Tcp(socket) = stream else {
+        return Err(LostReason::Malformed(String::from("not a tcp socket")));
+    };
+    socket.set_nodelay(true).map_err(|error| io(&error))?;
+    let mut socket: &TcpStream = socket;
+    socket.write_all(PREAMBLE).map_err(|error| io(&error))?;
+    socket.set_read_timeout(Some(PREAMBLE_TIMEOUT)).map_err(|error| io(&error))?;
+    let mut preamble = [0; PREAMBLE.len()];
+    socket.read_exact(&mut preamble).map_err(|error| io(&error))?;
+    if preamble != *PREAMBLE {
+        return Err(LostReason::Malformed(String::from("the peer does not speak this protocol")));
+    }
+    socket.set_read_timeout(None).map_err(|error| io(&error))?;
+    Ok(Vec::new())
+}
+
+fn resolve(address: &str) -> Result<TcpStream, LostReason> {
+    let connect = |text: String| LostReason::Connect(text);
+    let mut last = String::from("no address");
+    for socket in address.to_socket_addrs().map_err(|error| connect(error.to_string()))? {
+        match TcpStream::connect_timeout(&socket, CONNECT_TIMEOUT) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error.to_string(),
+        }
+    }
+    Err(connect(last))
+}
+
+fn accept(links: &Arc<Links>, listener: &TcpListener) {
+    while !links.is_ending.load(Ordering::SeqCst) {
+        match listener.accept() {
+            Ok((stream, address)) => {
+                // Too many links, or no thread: the socket is dropped, which tells the peer.
+                let _ = links
+                    .begin(address.to_string(), Side::Acceptor, || Ok(Stream::Tcp(stream)));
+            }
+            // Out of descriptors, or the connection died before it was accepted.
+            Err(_) => thread::yield_now(),
+        }
+    }
+}
+
+impl Transport for Tcp {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn register(&mut self, memory: Arc<dyn RegionOwner>) -> Result<RegionId, TransportError> {
+        self.links.regions.add(memory)
+    }
+
+    fn listen(&mut self, address: &str) -> Result<String, TransportError> {
+        if self.acceptor.is_some() {
+            return Err(TransportError::Full { what: "listeners", limit: 1 });
+        }
+        let io = |during| move |source| TransportError::Io { during, source };
+        let listener = TcpListener::bind(address).map_err(io("bind"))?;
+        let local = listener.local_addr().map_err(io("bind"))?;
+        let links = Arc::clone(&self.links);
+        let thread = thread::Builder::new()
+            .name(String::from("pd-accept"))
+            .spawn(move || accept(&links, &listener))
+            .map_err(io("start thread"))?;
+        self.acceptor = Some((local, thread));
+        Ok(local.to_string())
+    }
+
+    fn connect(&mut self, address: &str) -> Result<PeerId, TransportError> {
+        let target = String::from(address);
+        self.links.begin(address.into(), Side::Connector, move || {
+            resolve(&target).map(Stream::Tcp)
+        })
+    }
+
+    fn send(&mut self, to: PeerId, message: Vec<u8>) -> Result<(), TransportError> {
+        self.links.send(to, message)
+    }
+
+    fn get(&mut self, from: PeerId, get: Get) -> Result<(), TransportError> {
+        self.links.regions.target(&get)?;
+        let bytes = extents_bytes(&get.source);
+        if bytes > GET_BYTES_MAX {
+            return Err(TransportError::TooLarge { bytes, limit: GET_BYTES_MAX });
+        }
+        let conn = self.links.find(from)?;
+        let op = get.op;
+        let request = ReadRequest {
+            region: get.source_region,
+            extents: get.source.clone(),
+            guard: get.guard,
+        };
+        if !conn.begin_get(get) {
+            return Err(TransportError::UnknownPeer(from));
+        }
+        conn.request(op, &request);
+        Ok(())
+    }
+
+    fn cut(&mut self, peer: PeerId) {
+        self.links.cut(peer);
+    }
+}
+
+impl Drop for Tcp {
+    fn drop(&mut self) {
+        self.links.is_ending.store(true, Ordering::SeqCst);
+        if let Some((mut address, thread)) = self.acceptor.take() {
+            if address.ip().is_unspecified() {
+                address.set_ip(match address {
+                    SocketAddr::V4(_) => std::net::Ipv4Addr::LOCALHOST.into(),
+                    SocketAddr::V6(_) => std::net::Ipv6Addr::LOCALHOST.into(),
+                });
+            }
+            // Wakes the acceptor, which looks at `is_ending`.
+            if TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).is_ok() {
+                // A panic of the acceptor was reported by its thread.
+                let _ = thread.join();
+            }
+        }
+        self.links.end();
+    }
+}

@@ -1,0 +1,67 @@
+//! The conformance suite over every transport that runs in this process.
+
+use pd_transfer::inprocess::InProcessNet;
+use pd_transfer::shm::{SharedRegion, Shm};
+use pd_transfer::tcp::Tcp;
+use pd_transfer::testing::conformance::{Subject, run};
+use pd_transfer::testing::faulty::Faulty;
+use pd_transfer::transport::{HeapRegion, RegionOwner, TransportFactory};
+use std::sync::{Arc, LazyLock};
+
+static NET: LazyLock<InProcessNet> = LazyLock::new(InProcessNet::new);
+
+fn heap(bytes: usize) -> Arc<dyn RegionOwner> {
+    HeapRegion::new(bytes)
+}
+
+fn shared(bytes: usize) -> Arc<dyn RegionOwner> {
+    SharedRegion::new(bytes).unwrap()
+}
+
+fn socket(kind: &str, name: &str) -> String {
+    let dir = std::env::temp_dir();
+    format!("unix:{}/pd-{}-{kind}-{name}", dir.display(), std::process::id())
+}
+
+#[test]
+fn in_process() {
+    run(|name| Subject {
+        factory: || NET.factory(),
+        address: format!("in-{name}"),
+        nowhere: String::from("in-nowhere"),
+        memory: heap,
+    });
+}
+
+#[test]
+fn tcp() {
+    run(|_| Subject {
+        factory: Tcp::factory,
+        address: String::from("127.0.0.1:0"),
+        nowhere: String::from("127.0.0.1:1"),
+        memory: heap,
+    });
+}
+
+#[test]
+fn shared_memory() {
+    run(|name| Subject {
+        factory: || Shm::factory(2),
+        address: socket("shm", name),
+        nowhere: socket("shm", "nobody"),
+        memory: shared,
+    });
+}
+
+#[test]
+fn a_faulty_transport_without_faults() {
+    fn factory() -> TransportFactory {
+        Faulty::factory(Tcp::factory(), Box::new(|_, _| None))
+    }
+    run(|_| Subject {
+        factory,
+        address: String::from("127.0.0.1:0"),
+        nowhere: String::from("127.0.0.1:1"),
+        memory: heap,
+    });
+}

@@ -1,0 +1,82 @@
+//! The other side in a process of its own, over shared memory and TCP, killed without warning.
+
+use crate::it::side::{Side, attempt, layout};
+use pd_transfer::receiver::FailReason;
+use pd_transfer::shm::Shm;
+use pd_transfer::tcp::Tcp;
+use pd_transfer::testing::faulty::{Fault, Faulty};
+use pd_transfer::testing::pages::Request;
+use pd_transfer::transport::TransportFactory;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+
+const REQUEST: Request = Request { pages: 200, page_bytes: 37_440 };
+
+struct Process {
+    child: Child,
+    address: String,
+}
+
+impl Process {
+    fn new(kind: &str, address: &str) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_pd-peer"))
+            .args([kind, address])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let address = line.trim().strip_prefix("listening ").unwrap().into();
+        Self { child, address }
+    }
+
+    /// SIGKILL.
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have been killed by the test.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Hand-off, kill in the middle of another, restart at the same address, hand-off.
+fn survives_a_kill(kind: &str, address: &str, factory: TransportFactory) {
+    // The first page of the second attempt is damaged, which holds the attempt open.
+    let hold = move |n, _: &_| (n == 200).then_some(Fault::Zero);
+    let mut decode = Side::decode(Faulty::factory(factory, Box::new(hold)), None, layout());
+    let mut process = Process::new(kind, address);
+    let first = decode.connect(&process.address);
+    decode.start(attempt(1), REQUEST);
+    decode.completed(attempt(1), REQUEST);
+    decode.start(attempt(2), REQUEST);
+    decode.fresh(attempt(2));
+    process.kill();
+    assert_eq!(decode.failed(attempt(2)), FailReason::PeerLost);
+    decode.down();
+    let again = Process::new(kind, &process.address);
+    assert_eq!(again.address, process.address);
+    assert_ne!(decode.up(), first, "a new process has a new incarnation");
+    decode.start(attempt(3), REQUEST);
+    decode.completed(attempt(3), REQUEST);
+}
+
+#[test]
+fn shared_memory_between_processes() {
+    let path = std::env::temp_dir().join(format!("pd-process-{}", std::process::id()));
+    let address = format!("unix:{}", path.display());
+    survives_a_kill("shm", &address, Shm::factory(2));
+    // The last process was killed; its socket is all that it left.
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn tcp_between_processes() {
+    survives_a_kill("tcp", "127.0.0.1:0", Tcp::factory());
+}

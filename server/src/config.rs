@@ -1,0 +1,249 @@
+//! Flags, read once and checked once.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use kv_pool::{IndexKeyType, Numerics};
+use std::path::PathBuf;
+
+/// DeepSeek-V4 serving engine: prefill and decode apart, every page verified.
+#[derive(Debug, Parser)]
+#[command(name = "server", version, about, args_conflicts_with_subcommands = true)]
+pub struct Cli {
+    /// Other programs in this binary.
+    #[command(subcommand)]
+    pub command: Option<Command>,
+    /// Flags of a worker process.
+    #[command(flatten)]
+    pub serve: ServeArgs,
+}
+
+/// Programs beside the worker.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Spread requests over decode (or unified) workers.
+    Router(RouterArgs),
+}
+
+/// Which part of the work a process does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Mode {
+    /// A prefill and a decode worker in this process, pages handed over between them.
+    Both,
+    /// One worker that does both, without hand-off.
+    Null,
+    /// Computes prompts for decode workers.
+    Prefill,
+    /// Generates; pulls computed prompts from prefill workers.
+    Decode,
+}
+
+impl Mode {
+    /// Name as on the command line.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Both => "both",
+            Self::Null => "null",
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+/// How pages travel between processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Backend {
+    /// Shared memory when the peer's address is this host, TCP otherwise.
+    Auto,
+    /// Shared memory (one host).
+    Shm,
+    /// TCP.
+    Tcp,
+}
+
+/// Flags of a worker process.
+#[derive(Clone, Debug, Args)]
+pub struct ServeArgs {
+    /// Folder of a checkpoint in DeepSeek's format [default: the mini model of this repository].
+    #[arg(long, value_name = "DIR")]
+    pub model_path: Option<PathBuf>,
+    /// Model id in the API [default: the name of the model folder].
+    #[arg(long, value_name = "NAME")]
+    pub served_model_name: Option<String>,
+    /// Address to listen on.
+    #[arg(long, default_value = "127.0.0.1")]
+    pub host: String,
+    /// Port to listen on; 0 picks a free one.
+    #[arg(long, default_value_t = 30000)]
+    pub port: u16,
+    /// What this process does.
+    #[arg(long, value_enum, default_value_t = Mode::Both)]
+    pub disaggregation_mode: Mode,
+    /// Port on which a prefill worker meets decode workers; 0 picks a free one.
+    #[arg(long, default_value_t = 8998)]
+    pub disaggregation_bootstrap_port: u16,
+    /// Bootstrap address of a prefill worker, for a decode worker; may be given several times.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub disaggregation_bootstrap: Vec<String>,
+    /// How pages travel between processes.
+    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    pub disaggregation_transfer_backend: Backend,
+    /// Type of the index keys: fp4 (the official model), fp8 (SGLang's) or bf16.
+    #[arg(long, default_value = "fp4")]
+    pub index_k_dtype: IndexKeyType,
+    /// Rounding of the forward pass: official or reference (FP32).
+    #[arg(long, default_value = "official")]
+    pub numerics: Numerics,
+    /// Most tokens of one step; longer prompts are computed in chunks.
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub chunked_prefill_size: u32,
+    /// Most requests that run at once.
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub max_running_requests: u32,
+    /// Most requests that wait; one more is refused with 503.
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub max_queued_requests: u32,
+    /// Tokens of prompt and output together [default: what the model was made for].
+    #[arg(long)]
+    pub context_length: Option<u32>,
+    /// Memory for pages of each worker, MiB [default: a quarter of the machine's, at most 1024].
+    #[arg(long)]
+    pub kv_memory_mib: Option<u64>,
+    /// Compute threads [default: one per core].
+    #[arg(long)]
+    pub threads: Option<usize>,
+    /// Think unless a request says otherwise.
+    #[arg(long)]
+    pub default_thinking: bool,
+    /// In thinking mode use temperature 1 and top-p 1 whatever was asked, as DeepSeek's API does.
+    #[arg(long)]
+    pub recipe_sampling: bool,
+    /// Most verbose level that is logged: error, warn, info, debug or trace.
+    #[arg(long, default_value = "info")]
+    pub log_level: tracing_subscriber::filter::LevelFilter,
+}
+
+/// Flags of the router.
+#[derive(Clone, Debug, Args)]
+pub struct RouterArgs {
+    /// Base address of a decode or unified worker, like http://127.0.0.1:30001; several times.
+    #[arg(long = "worker", value_name = "URL", required = true)]
+    pub workers: Vec<String>,
+    /// Address to listen on.
+    #[arg(long, default_value = "127.0.0.1")]
+    pub host: String,
+    /// Port to listen on; 0 picks a free one.
+    #[arg(long, default_value_t = 30000)]
+    pub port: u16,
+    /// Most requests under way in all; one more is refused with 503.
+    #[arg(long, default_value_t = 1024)]
+    pub max_queued_requests: usize,
+    /// Most verbose level that is logged.
+    #[arg(long, default_value = "info")]
+    pub log_level: tracing_subscriber::filter::LevelFilter,
+}
+
+/// A flag that cannot be used with the others.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// A decode worker without peers.
+    #[error("--disaggregation-mode decode needs --disaggregation-bootstrap HOST:PORT of at least one prefill worker")]
+    NoBootstrap,
+    /// Bootstrap addresses outside decode mode.
+    #[error("--disaggregation-bootstrap is for --disaggregation-mode decode, not {0}")]
+    BootstrapUnused(&'static str),
+    /// Not HOST:PORT.
+    #[error("--disaggregation-bootstrap {0}: HOST:PORT expected")]
+    BadAddress(String),
+    /// Shared memory to another host.
+    #[error("--disaggregation-transfer-backend shm: {0} is not this host")]
+    NotLocal(String),
+    /// A context longer than the model's.
+    #[error("--context-length {wanted}: the model was made for {limit} tokens")]
+    Context {
+        /// Asked for.
+        wanted: u32,
+        /// Model's limit.
+        limit: u32,
+    },
+    /// Too little memory for one request of full length.
+    #[error("--kv-memory-mib {mib}: one sequence of {context} tokens needs {needed} MiB")]
+    Memory {
+        /// Given.
+        mib: u64,
+        /// Context length.
+        context: u32,
+        /// Needed.
+        needed: u64,
+    },
+}
+
+/// Whether an address `HOST:PORT` names this host.
+#[must_use]
+pub fn is_local(address: &str) -> bool {
+    let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+    matches!(host, "localhost" | "[::1]" | "::1") || host.starts_with("127.")
+}
+
+impl ServeArgs {
+    /// Checks what can be checked without the model.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let mode = self.disaggregation_mode;
+        if mode == Mode::Decode && self.disaggregation_bootstrap.is_empty() {
+            return Err(ConfigError::NoBootstrap);
+        }
+        if mode != Mode::Decode && !self.disaggregation_bootstrap.is_empty() {
+            return Err(ConfigError::BootstrapUnused(mode.name()));
+        }
+        for address in &self.disaggregation_bootstrap {
+            let port = address.rsplit_once(':').filter(|(host, _)| !host.is_empty());
+            if port.and_then(|(_, port)| port.parse::<u16>().ok()).is_none() {
+                return Err(ConfigError::BadAddress(address.clone()));
+            }
+            if self.disaggregation_transfer_backend == Backend::Shm && !is_local(address) {
+                return Err(ConfigError::NotLocal(address.clone()));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(args: &[&str]) -> Result<(), String> {
+        let cli = Cli::try_parse_from(std::iter::once("server").chain(args.iter().copied()))
+            .map_err(|e| e.to_string())?;
+        cli.serve.validate().map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn flags_that_do_not_go_together_are_refused_by_name() {
+        assert_eq!(parse(&[]), Ok(()));
+        assert_eq!(
+            parse(&["--disaggregation-mode", "decode", "--disaggregation-bootstrap", "127.0.0.1:1"]),
+            Ok(())
+        );
+        for (args, says) in [
+            (&["--disaggregation-mode", "decode"][..], "needs --disaggregation-bootstrap"),
+            (&["--disaggregation-bootstrap", "a:1"], "not both"),
+            (
+                &["--disaggregation-mode", "decode", "--disaggregation-bootstrap", "nowhere"],
+                "HOST:PORT expected",
+            ),
+            (&["--index-k-dtype", "fp5"], "fp5"),
+            (&["--numerics", "exact"], "exact"),
+            (&["--chunked-prefill-size", "0"], "0"),
+            (&["--port", "70000"], "70000"),
+        ] {
+            let error = parse(args).expect_err(says);
+            assert!(error.contains(says), "{args:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn local_addresses_are_known() {
+        assert!(is_local("127.0.0.1:8998") && is_local("localhost:1") && is_local("[::1]:1"));
+        assert!(!is_local("10.0.0.1:8998"));
+    }
+}

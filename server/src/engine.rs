@@ -1,0 +1,244 @@
+//! What the HTTP side may ask of a worker, and what it gets back.
+//!
+//! One implementation runs a real worker ([`crate::node`]); tests use a scripted one.
+
+use dsv4_model::sample::{Sampled, SamplingParams};
+use std::fmt;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+/// One prompt to continue.
+#[derive(Clone, Debug)]
+pub struct GenerateRequest {
+    /// Request id, as in the response and the logs.
+    pub id: String,
+    /// Prompt token ids, at least one.
+    pub prompt: Vec<u32>,
+    /// Most tokens to generate, at least one; already capped by the context length.
+    pub max_tokens: u32,
+    /// Tokens that end the output (the end-of-sequence token, unless the client said otherwise).
+    pub stop_tokens: Vec<u32>,
+    /// How tokens are drawn.
+    pub sampling: SamplingParams,
+}
+
+/// Why an output ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// A stop token was drawn; it is not part of the output.
+    Stop,
+    /// `max_tokens` or the context length was reached.
+    Length,
+}
+
+/// Token counts of a finished request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Prompt tokens.
+    pub prompt_tokens: u32,
+    /// Generated tokens, the stop token not counted.
+    pub completion_tokens: u32,
+    /// Prompt tokens that were not computed because a cache had them.
+    pub cached_tokens: u32,
+}
+
+/// What went wrong with an accepted request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FailureKind {
+    /// Pages could not be verified and could not be recomputed.
+    Integrity,
+    /// The worker cannot hold or finish the request (shutdown, lost peer, no room ever).
+    Unavailable,
+    /// A fault of ours.
+    Internal,
+}
+
+/// One step of an output. A stream of events is any number of `Token`, then exactly one of
+/// `Finished` or `Failed`; a closed channel without either means that the worker died.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// The next token.
+    Token(Sampled),
+    /// The output is complete.
+    Finished {
+        /// Why.
+        reason: FinishReason,
+        /// Counts.
+        usage: Usage,
+    },
+    /// The output is lost.
+    Failed {
+        /// Class of the failure.
+        kind: FailureKind,
+        /// For the client.
+        message: String,
+    },
+}
+
+/// An accepted request. Dropping it cancels the request within one step, unless it has ended.
+#[derive(Debug)]
+pub struct Generation {
+    /// Events in order.
+    pub events: UnboundedReceiver<Event>,
+    /// Cancels on drop.
+    pub cancel: CancelOnDrop,
+}
+
+/// Runs its closure when dropped.
+pub struct CancelOnDrop(Option<Box<dyn FnOnce() + Send>>);
+
+impl CancelOnDrop {
+    /// Guard that runs `cancel` when dropped.
+    pub fn new(cancel: impl FnOnce() + Send + 'static) -> Self {
+        Self(Some(Box::new(cancel)))
+    }
+}
+
+impl Drop for CancelOnDrop {
+    fn drop(&mut self) {
+        if let Some(cancel) = self.0.take() {
+            cancel();
+        }
+    }
+}
+
+impl fmt::Debug for CancelOnDrop {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("CancelOnDrop")
+    }
+}
+
+/// A request that was not accepted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SubmitError {
+    /// `--max-queued-requests` are waiting already: HTTP 503 with `Retry-After`.
+    #[error("the queue is full: {queued} requests are waiting, {limit} may")]
+    QueueFull {
+        /// Waiting now.
+        queued: usize,
+        /// The limit.
+        limit: usize,
+    },
+    /// Prompt and output do not fit the context: HTTP 400.
+    #[error("the prompt has {prompt} tokens, the context holds {limit}")]
+    TooLong {
+        /// Prompt tokens.
+        prompt: usize,
+        /// Tokens that the context holds.
+        limit: usize,
+    },
+    /// The request could never be given enough pages: HTTP 400.
+    #[error("the request needs {wanted} pages of {pool} memory, the worker has {total}")]
+    NeverFits {
+        /// Which pool.
+        pool: &'static str,
+        /// Pages needed.
+        wanted: u64,
+        /// Pages there are.
+        total: u64,
+    },
+    /// Shutting down: HTTP 503.
+    #[error("the server is shutting down")]
+    Draining,
+    /// This role does not take requests (a prefill worker): HTTP 400.
+    #[error("a {0} worker takes no requests of its own; ask a decode worker or the router")]
+    WrongRole(&'static str),
+    /// The worker's thread has ended: HTTP 500.
+    #[error("the worker has stopped")]
+    Stopped,
+}
+
+/// Whether new requests make sense.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Health {
+    /// Ready to serve.
+    Ready,
+    /// Weights are being loaded or a needed peer is not there yet; says which.
+    Starting(String),
+    /// Finishing what it has.
+    Draining,
+    /// The worker has ended or makes no progress; says why.
+    Failed(String),
+}
+
+/// Facts that do not change while the worker runs.
+#[derive(Clone, Debug)]
+pub struct EngineInfo {
+    /// Id that clients name the model by.
+    pub model_id: String,
+    /// Tokens that prompt and output may have together.
+    pub context_length: u32,
+    /// Vocabulary size.
+    pub vocab_size: u32,
+    /// Token that ends an output.
+    pub eos_token: u32,
+    /// `null`, `prefill`, `decode` or `both` (prefill and decode workers in one process).
+    pub mode: &'static str,
+    /// `official` or `reference`.
+    pub numerics: String,
+    /// `fp4`, `fp8` or `bf16`.
+    pub index_key_type: String,
+    /// Fingerprint of the page layout, hexadecimal.
+    pub fingerprint: String,
+    /// Unix time at which the model was loaded, seconds.
+    pub created: u64,
+}
+
+/// One named number for `/metrics` and the page.
+#[derive(Clone, Debug)]
+pub struct Metric {
+    /// Prometheus name, such as `sglang:num_running_reqs` or `dsv4:pages_checked_total`.
+    pub name: String,
+    /// Label pairs.
+    pub labels: Vec<(String, String)>,
+    /// Value.
+    pub value: f64,
+    /// Counter or gauge.
+    pub kind: MetricKind,
+    /// One-line help text.
+    pub help: &'static str,
+}
+
+/// How a [`Metric`] behaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MetricKind {
+    /// Only grows.
+    Counter,
+    /// Goes up and down.
+    Gauge,
+}
+
+/// A worker of this process as the page shows it.
+#[derive(Clone, Debug, Default)]
+pub struct WorkerView {
+    /// `unified`, `prefill` or `decode`.
+    pub role: String,
+    /// Waiting requests.
+    pub queued: u64,
+    /// Running requests.
+    pub running: u64,
+    /// Per pool: name, used pages, total pages, quarantined pages.
+    pub pools: Vec<(String, u64, u64, u64)>,
+    /// Peers: address, state, transport.
+    pub peers: Vec<(String, String, String)>,
+}
+
+/// A moving picture of the process.
+#[derive(Clone, Debug, Default)]
+pub struct Stats {
+    /// Numbers for `/metrics`.
+    pub metrics: Vec<Metric>,
+    /// Workers of this process.
+    pub workers: Vec<WorkerView>,
+}
+
+/// A worker as the HTTP side sees it.
+pub trait Engine: Send + Sync + fmt::Debug {
+    /// Queues a request; never blocks.
+    fn submit(&self, request: GenerateRequest) -> Result<Generation, SubmitError>;
+    /// Constant facts.
+    fn info(&self) -> &EngineInfo;
+    /// Current numbers; cheap enough to be asked once a second.
+    fn stats(&self) -> Stats;
+    /// Current health.
+    fn health(&self) -> Health;
+}

@@ -1,0 +1,214 @@
+//! A sequence's pages as items to offer and as targets to pull into, and the check of what arrived.
+//!
+//! Both ends derive the same plan from the geometry and the prompt length; the plan's entries name
+//! each page by cache, layer, page number and rows. Tags bind bytes to that name, to the tokens
+//! before it and to the layout.
+
+use super::pools::{POOLS, PoolError, Pools};
+use dsa_kernels::Mem;
+use kv_pool::{
+    ChainHash, Fingerprint, Namespace, PageRef, PageTable, PageTag, PlanEntry, PoolKind,
+    TagInput, digest_parts, tag,
+};
+use pd_transfer::driver::Verifier;
+use pd_transfer::receiver::{Target, Verify};
+use pd_transfer::wire::{AttemptId, Extent, Guard, Identity, Item, Key, RegionId, Tag};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// What tags are bound to beside the bytes: the tokens of one prompt and the layout.
+#[derive(Clone, Debug)]
+pub struct TagContext {
+    fingerprint: Fingerprint,
+    chains: Vec<ChainHash>,
+}
+
+impl TagContext {
+    /// Context of a prompt.
+    #[must_use]
+    pub fn new(fingerprint: Fingerprint, tokens: &[u32]) -> Self {
+        Self { fingerprint, chains: Namespace::new(fingerprint, b"").chain(tokens) }
+    }
+
+    /// Identity of one entry: a block is named by the tokens up to its end, window rows and carry
+    /// by the whole prompt.
+    fn input(&self, entry: &PlanEntry) -> Option<TagInput> {
+        let chain = match entry.pool {
+            PoolKind::Block => self.chains.get(entry.page_no as usize)?,
+            PoolKind::Window | PoolKind::Carry => self.chains.last()?,
+        };
+        Some(TagInput {
+            fingerprint: self.fingerprint,
+            kind: entry.kind,
+            layer: entry.layer,
+            chain: *chain,
+            page_no: entry.page_no,
+            rows: entry.rows,
+        })
+    }
+}
+
+/// Region number of a pool: pools are registered in the order of [`POOLS`].
+#[must_use]
+pub fn region_of(pool: PoolKind) -> RegionId {
+    RegionId(POOLS.iter().position(|p| *p == pool).map_or(u32::MAX, |i| i as u32))
+}
+
+/// The page of a table that an entry names.
+#[must_use]
+pub fn page_of(table: &PageTable, entry: &PlanEntry) -> Option<PageRef> {
+    match entry.pool {
+        PoolKind::Block => table.blocks().get(entry.page_no as usize).copied(),
+        PoolKind::Window => {
+            let position = entry.page_no.checked_sub(table.window_first_no())?;
+            table.window().get(position as usize).copied()
+        }
+        PoolKind::Carry => Some(table.carry()),
+    }
+}
+
+/// Byte ranges of an entry's rows inside its pool's memory.
+fn extents_of(pools: &Pools, entry: &PlanEntry, page: PageRef) -> Option<Vec<Extent>> {
+    let base = pools.offset(entry.kind, entry.layer, page)?;
+    let inside = pools.geometry().extents(entry.kind, entry.rows);
+    Some(
+        inside
+            .iter()
+            .map(|e| Extent { offset: base + u64::from(e.offset), len: e.len })
+            .collect(),
+    )
+}
+
+/// Group of pages that are retried together: all layers of one page index.
+#[must_use]
+pub fn group_of(entry: &PlanEntry) -> u32 {
+    let pool = region_of(entry.pool).0;
+    (pool << 28) | entry.page_no
+}
+
+/// An entry that its table or geometry does not have: a fault of ours.
+#[derive(Debug, thiserror::Error)]
+pub enum HandoffError {
+    /// No such page.
+    #[error("the plan names page {page_no} of pool {pool:?}, which the sequence does not have")]
+    NoPage {
+        /// Pool.
+        pool: PoolKind,
+        /// Page number.
+        page_no: u32,
+    },
+    /// Page memory failed.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+}
+
+fn missing(entry: &PlanEntry) -> HandoffError {
+    HandoffError::NoPage { pool: entry.pool, page_no: entry.page_no }
+}
+
+/// Describes finished pages for a reader: where they are, what they are, and their tag.
+pub fn offer(
+    pools: &Pools,
+    table: &PageTable,
+    context: &TagContext,
+    entries: &[PlanEntry],
+) -> Result<Vec<Item>, HandoffError> {
+    let mut scratch = Vec::new();
+    let mut items = Vec::with_capacity(entries.len());
+    for entry in entries {
+        let page = page_of(table, entry).ok_or_else(|| missing(entry))?;
+        let extents = extents_of(pools, entry, page).ok_or_else(|| missing(entry))?;
+        let input = context.input(entry).ok_or_else(|| missing(entry))?;
+        let found = tag_of(pools.mem(entry.pool), &extents, &input, &mut scratch)
+            .map_err(PoolError::from)?;
+        let region = region_of(entry.pool);
+        let offset = pools.word_offset(page);
+        items.push(Item {
+            key: Key(entry.key()),
+            identity: Identity(page.to_bytes()),
+            tag: Tag(found.0),
+            region,
+            extents,
+            guard: Guard { region, offset, expect: page.generation },
+        });
+    }
+    Ok(items)
+}
+
+/// Where the entries of a plan are to land.
+pub fn targets(
+    pools: &Pools,
+    table: &PageTable,
+    entries: &[PlanEntry],
+) -> Result<Vec<Target>, HandoffError> {
+    let target = |entry: &PlanEntry| {
+        let page = page_of(table, entry).ok_or_else(|| missing(entry))?;
+        let extents = extents_of(pools, entry, page).ok_or_else(|| missing(entry))?;
+        let region = region_of(entry.pool);
+        Ok(Target { key: Key(entry.key()), group: group_of(entry), region, extents })
+    };
+    entries.iter().map(target).collect()
+}
+
+fn tag_of(
+    mem: &Mem,
+    extents: &[Extent],
+    input: &TagInput,
+    scratch: &mut Vec<u8>,
+) -> Result<PageTag, dsa_kernels::DeviceError> {
+    let total: usize = extents.iter().map(|e| e.len as usize).sum();
+    scratch.resize(total, 0);
+    let mut rest = scratch.as_mut_slice();
+    for extent in extents {
+        let (part, after) = rest.split_at_mut(extent.len as usize);
+        mem.read(extent.offset, part)?;
+        rest = after;
+    }
+    Ok(tag(&digest_parts(&[scratch]), input))
+}
+
+/// Checks landed pages against the tags that the prompt's tokens and the layout demand.
+#[derive(Debug)]
+pub struct PageVerifier {
+    mems: [Mem; 3],
+    prompts: Mutex<BTreeMap<[u8; 16], Arc<TagContext>>>,
+}
+
+impl PageVerifier {
+    /// Verifier over the memory of a worker's pools.
+    #[must_use]
+    pub fn new(pools: &Pools) -> Self {
+        Self {
+            mems: POOLS.map(|kind| pools.mem(kind).clone()),
+            prompts: Mutex::new(BTreeMap::new()),
+        }
+    }
+
+    /// Names the prompt of an attempt, before its first page can land.
+    pub fn expect(&self, attempt: AttemptId, context: Arc<TagContext>) {
+        self.prompts.lock().unwrap_or_else(PoisonError::into_inner).insert(attempt.0, context);
+    }
+
+    /// Forgets an attempt that has ended.
+    pub fn forget(&self, attempt: AttemptId) {
+        self.prompts.lock().unwrap_or_else(PoisonError::into_inner).remove(&attempt.0);
+    }
+
+    fn context(&self, attempt: AttemptId) -> Option<Arc<TagContext>> {
+        self.prompts.lock().unwrap_or_else(PoisonError::into_inner).get(&attempt.0).cloned()
+    }
+}
+
+impl Verifier for PageVerifier {
+    fn verify(&self, page: &Verify) -> bool {
+        let Some(context) = self.context(page.attempt) else { return false };
+        let Ok(entry) = PlanEntry::from_key(page.key.0) else { return false };
+        let Some(input) = context.input(&entry) else { return false };
+        let Some(mem) = self.mems.get(page.region.0 as usize) else { return false };
+        if page.region != region_of(entry.pool) {
+            return false;
+        }
+        let mut scratch = Vec::new();
+        tag_of(mem, &page.extents, &input, &mut scratch).is_ok_and(|found| found.0 == page.tag.0)
+    }
+}

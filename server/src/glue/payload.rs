@@ -1,0 +1,177 @@
+//! What the two workers tell each other about a request, inside the hand-off's opaque payloads:
+//! the prompt and how to draw its first token one way, that token the other way.
+
+use dsv4_model::sample::{Sampled, SamplingParams};
+use wincode::{SchemaRead, SchemaWrite};
+
+/// Version of both payloads.
+const VERSION: u16 = 1;
+/// Most tokens of a prompt on the wire; the peer's context length is checked beside it.
+const MAX_TOKENS: usize = 2 << 20;
+
+/// A payload that cannot be used.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PayloadError {
+    /// Not the bytes of a payload.
+    #[error("{what} payload of {bytes} bytes cannot be read")]
+    Malformed {
+        /// `request` or `first token`.
+        what: &'static str,
+        /// Its size.
+        bytes: usize,
+    },
+    /// Another version.
+    #[error("{what} payload has version {found}, this worker reads {VERSION}")]
+    Version {
+        /// `request` or `first token`.
+        what: &'static str,
+        /// Its version.
+        found: u16,
+    },
+    /// A number out of range.
+    #[error("{what} payload: {field} is out of range")]
+    Range {
+        /// `request` or `first token`.
+        what: &'static str,
+        /// Which number.
+        field: &'static str,
+    },
+}
+
+#[derive(SchemaWrite, SchemaRead)]
+struct RequestWire {
+    version: u16,
+    id: String,
+    prompt: Vec<u32>,
+    temperature: f32,
+    top_p: f32,
+    top_k: u32,
+    min_p: f32,
+    repetition_penalty: f32,
+    presence_penalty: f32,
+    frequency_penalty: f32,
+    seed: u64,
+    logit_bias: Vec<(u32, f32)>,
+    logprobs: u32,
+    want_logprob: bool,
+}
+
+/// A prompt to compute for a decode worker.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PrefillRequest {
+    /// Request id for the logs.
+    pub id: String,
+    /// Prompt.
+    pub prompt: Vec<u32>,
+    /// How to draw the first token.
+    pub sampling: SamplingParams,
+}
+
+impl PrefillRequest {
+    /// Bytes for the wire.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let s = &self.sampling;
+        let wire = RequestWire {
+            version: VERSION,
+            id: self.id.clone(),
+            prompt: self.prompt.clone(),
+            temperature: s.temperature,
+            top_p: s.top_p,
+            top_k: s.top_k,
+            min_p: s.min_p,
+            repetition_penalty: s.repetition_penalty,
+            presence_penalty: s.presence_penalty,
+            frequency_penalty: s.frequency_penalty,
+            seed: s.seed,
+            logit_bias: s.logit_bias.clone(),
+            logprobs: s.logprobs,
+            want_logprob: s.want_logprob,
+        };
+        wincode::serialize(&wire).expect("vectors and numbers always serialise")
+    }
+
+    /// Reads bytes from a peer.
+    pub fn decode(bytes: &[u8], vocab: usize) -> Result<Self, PayloadError> {
+        let what = "request";
+        let wire: RequestWire = read(bytes, what)?;
+        if wire.version != VERSION {
+            return Err(PayloadError::Version { what, found: wire.version });
+        }
+        if wire.prompt.is_empty() || wire.prompt.len() > MAX_TOKENS {
+            return Err(PayloadError::Range { what, field: "prompt length" });
+        }
+        if wire.prompt.iter().any(|t| *t as usize >= vocab) {
+            return Err(PayloadError::Range { what, field: "token id" });
+        }
+        let sampling = SamplingParams {
+            temperature: wire.temperature,
+            top_p: wire.top_p,
+            top_k: wire.top_k,
+            min_p: wire.min_p,
+            repetition_penalty: wire.repetition_penalty,
+            presence_penalty: wire.presence_penalty,
+            frequency_penalty: wire.frequency_penalty,
+            seed: wire.seed,
+            logit_bias: wire.logit_bias,
+            logprobs: wire.logprobs,
+            want_logprob: wire.want_logprob,
+        };
+        Ok(Self { id: wire.id, prompt: wire.prompt, sampling })
+    }
+}
+
+#[derive(SchemaWrite, SchemaRead)]
+struct FirstWire {
+    version: u16,
+    tokens: u32,
+    token: u32,
+    logprob: f32,
+    top: Vec<(u32, f32)>,
+}
+
+/// What a prefill worker found at the end of a prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FirstToken {
+    /// Prompt tokens that were computed.
+    pub tokens: u32,
+    /// The first generated token.
+    pub sampled: Sampled,
+}
+
+impl FirstToken {
+    /// Bytes for the wire.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let wire = FirstWire {
+            version: VERSION,
+            tokens: self.tokens,
+            token: self.sampled.token,
+            logprob: self.sampled.logprob,
+            top: self.sampled.top.clone(),
+        };
+        wincode::serialize(&wire).expect("vectors and numbers always serialise")
+    }
+
+    /// Reads bytes from a peer.
+    pub fn decode(bytes: &[u8], vocab: usize) -> Result<Self, PayloadError> {
+        let what = "first token";
+        let wire: FirstWire = read(bytes, what)?;
+        if wire.version != VERSION {
+            return Err(PayloadError::Version { what, found: wire.version });
+        }
+        if wire.token as usize >= vocab {
+            return Err(PayloadError::Range { what, field: "token id" });
+        }
+        let sampled = Sampled { token: wire.token, logprob: wire.logprob, top: wire.top };
+        Ok(Self { tokens: wire.tokens, sampled })
+    }
+}
+
+fn read<'a, T>(bytes: &'a [u8], what: &'static str) -> Result<T, PayloadError>
+where
+    T: wincode::SchemaRead<'a, wincode::config::DefaultConfig, Dst = T>,
+{
+    wincode::deserialize_exact(bytes)
+        .map_err(|_| PayloadError::Malformed { what, bytes: bytes.len() })
+}

@@ -1,0 +1,294 @@
+//! The OpenAI-compatible HTTP API of a worker, its metrics and its web page.
+//!
+//! Requests, prompts and model output go through DeepSeek's own `deepseek-recipe`; this module
+//! wraps it where it falls short: sampling is honoured in thinking mode too, limits come from the
+//! context alone, reasoning tokens are counted, log probabilities are reported once per token,
+//! and an answer that was lost never ends with a finish reason.
+//!
+//! What differs from OpenAI's API: one answer per request (`n` is 1); no constrained decoding, so
+//! `response_format` and `strict` tools only shape the prompt, and what would promise more is
+//! refused; `max_tokens` beyond the context is cut, not refused; stop texts are looked for in the
+//! answer, not in the reasoning and not in tool calls; `echo` and `suffix` are refused.
+//! Additions: `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`,
+//! `chat_template_kwargs` (`thinking`, `enable_thinking`), and `add_special_tokens` for raw
+//! completions.
+
+mod chat;
+mod chat_request;
+mod completions;
+pub mod error;
+mod fields;
+mod generate;
+mod info;
+pub mod metrics;
+mod parse;
+mod pieces;
+mod sampling;
+mod sse;
+mod stop;
+
+use crate::engine::Engine;
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::http::{HeaderName, HeaderValue, Method, Uri};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::serve::ListenerExt;
+use chat_request::ChatEncoder;
+use dsv4_model::text::Tokenizer;
+use error::ApiError;
+use fields::Fields;
+pub(crate) use generate::collect_body;
+use metrics::HttpMetrics;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+
+/// The web page, self-contained.
+pub const PAGE: &str = include_str!("page/index.html");
+/// Content type of the page.
+pub(crate) const HTML: &str = "text/html; charset=utf-8";
+/// Header that names a request in logs of client, router and worker.
+pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// Longest request id that is taken over from a client.
+const MAX_REQUEST_ID: usize = 128;
+
+/// How the HTTP side of a worker behaves.
+#[derive(Clone, Debug)]
+pub struct HttpConfig {
+    /// Id of the model in the API.
+    pub served_model_name: String,
+    /// Further ids that mean the same model.
+    pub aliases: Vec<String>,
+    /// Whether chats think when they do not say.
+    pub default_thinking: bool,
+    /// Whether thinking chats get deepseek-recipe's sampling (temperature 1, top-p 1 or 0.95)
+    /// instead of what they ask for.
+    pub recipe_sampling: bool,
+    /// Largest request body, bytes.
+    pub max_body_bytes: usize,
+    /// Longest time in which a request body must arrive.
+    pub body_timeout: Duration,
+    /// `Retry-After` of refused requests, seconds.
+    pub retry_after_s: u32,
+    /// Longest silence in a stream before a comment is sent.
+    pub keep_alive: Duration,
+}
+
+impl Default for HttpConfig {
+    fn default() -> Self {
+        Self {
+            served_model_name: "dsv4-mini".to_owned(),
+            aliases: Vec::new(),
+            default_thinking: false,
+            recipe_sampling: false,
+            max_body_bytes: 32 << 20,
+            body_timeout: Duration::from_secs(30),
+            retry_after_s: 1,
+            keep_alive: Duration::from_secs(15),
+        }
+    }
+}
+
+/// What the endpoints share.
+#[derive(Debug)]
+pub struct AppState {
+    engine: Arc<dyn Engine>,
+    tokenizer: Arc<Tokenizer>,
+    config: HttpConfig,
+    /// Model ids, the served name first.
+    names: Vec<String>,
+    chat: ChatEncoder,
+    bos_token: Option<u32>,
+    metrics: Arc<HttpMetrics>,
+    /// Requests that may be read and encoded at once.
+    encode_slots: Arc<Semaphore>,
+}
+
+impl AppState {
+    /// The model that a request names; the served one if it names none.
+    fn model_of(&self, fields: &Fields) -> Result<String, ApiError> {
+        let name = fields.string("model")?.unwrap_or(&self.config.served_model_name);
+        self.known_model(name)?;
+        Ok(name.to_owned())
+    }
+
+    fn known_model(&self, name: &str) -> Result<(), ApiError> {
+        if self.names.iter().any(|known| known == name) {
+            return Ok(());
+        }
+        let shown: String = name.chars().take(128).collect();
+        Err(ApiError::no_model(&shown, &self.names))
+    }
+
+    /// Tokens that the context has left after a prompt, at least one.
+    fn room(&self, prompt: usize, param: &str) -> Result<u32, ApiError> {
+        let context = self.engine.info().context_length;
+        let left = u32::try_from(prompt).ok().and_then(|prompt| context.checked_sub(prompt));
+        left.filter(|&left| left > 0)
+            .ok_or_else(|| ApiError::too_long(Some(param), prompt, context as usize))
+    }
+
+    /// Names what influences an answer besides the request.
+    fn system_fingerprint(&self) -> String {
+        let info = self.engine.info();
+        let short: String = info.fingerprint.chars().take(12).collect();
+        format!("fp_{short}")
+    }
+}
+
+/// The API over an engine. The tokenizer must be the model's.
+pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpConfig) -> Router {
+    let served = &config.served_model_name;
+    let aliases = config.aliases.iter().filter(|&alias| alias != served);
+    let names: Vec<String> = std::iter::once(served).chain(aliases).cloned().collect();
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let state = Arc::new(AppState {
+        chat: ChatEncoder::new(&tokenizer, &names, config.default_thinking),
+        bos_token: tokenizer.token_id("<｜begin▁of▁sentence｜>"),
+        metrics: Arc::new(HttpMetrics::new(&config.served_model_name)),
+        encode_slots: Arc::new(Semaphore::new(cores)),
+        engine,
+        tokenizer,
+        config,
+        names,
+    });
+    Router::new()
+        .route("/", get(info::page))
+        .route("/health", get(info::health))
+        .route("/metrics", get(info::metrics))
+        .route("/stats.json", get(info::stats))
+        .route("/v1/models", get(info::models))
+        .route("/v1/models/{id}", get(info::model))
+        .route("/v1/chat/completions", post(chat::chat_completions))
+        .route("/v1/completions", post(completions::completions))
+        .fallback(no_path)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn_with_state(Arc::clone(&state), observe))
+        .with_state(state)
+}
+
+/// Serves until `shutdown` resolves; then no connection is accepted, and the ones in use are
+/// finished.
+///
+/// # Errors
+///
+/// When the listener fails for good.
+pub async fn serve(
+    listener: TcpListener,
+    app: Router,
+    shutdown: impl Future<Output = ()> + Send + 'static,
+) -> io::Result<()> {
+    let listener = listener.tap_io(|stream| {
+        // A token a packet: waiting to fill one would only add latency.
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%error, "TCP_NODELAY");
+        }
+    });
+    axum::serve(listener, app).with_graceful_shutdown(shutdown).await
+}
+
+pub(crate) async fn no_path(uri: Uri) -> ApiError {
+    ApiError::no_path(uri.path())
+}
+
+pub(crate) async fn wrong_method(method: Method, uri: Uri) -> ApiError {
+    ApiError::wrong_method(method.as_str(), uri.path())
+}
+
+/// The id under which a request appears in logs.
+#[derive(Clone, Debug)]
+pub(crate) struct RequestId(HeaderValue);
+
+impl RequestId {
+    pub(crate) fn as_str(&self) -> &str {
+        self.0.to_str().unwrap_or_default()
+    }
+
+    /// The client's id if it sent a usable one, a new one otherwise.
+    pub(crate) fn of(request: &Request) -> Result<Self, ApiError> {
+        let usable = |value: &&HeaderValue| {
+            (1..=MAX_REQUEST_ID).contains(&value.len())
+                && value.as_bytes().iter().all(u8::is_ascii_graphic)
+        };
+        match request.headers().get(REQUEST_ID).filter(usable) {
+            Some(value) => Ok(Self(value.clone())),
+            None => {
+                let value = HeaderValue::try_from(format!("req-{}", random_id()?));
+                Ok(Self(value.map_err(|error| ApiError::internal(error.to_string()))?))
+            }
+        }
+    }
+
+    pub(crate) fn header(&self) -> HeaderValue {
+        self.0.clone()
+    }
+}
+
+/// Gives every request an id and counts every response.
+async fn observe(
+    State(state): State<Arc<AppState>>,
+    mut request: Request<Body>,
+    next: Next,
+) -> Response {
+    let id = match RequestId::of(&request) {
+        Ok(id) => id,
+        Err(error) => return error.into_response(),
+    };
+    request.extensions_mut().insert(id.clone());
+    let method = match *request.method() {
+        Method::GET | Method::HEAD | Method::POST => request.method().to_string(),
+        // Methods are free text; the number of label values must not be.
+        _ => "other".to_owned(),
+    };
+    let path = known_path(request.uri().path());
+    let mut response = next.run(request).await;
+    state.metrics.count_response(&method, path, response.status().as_u16());
+    response.headers_mut().insert(REQUEST_ID, id.header());
+    response
+}
+
+/// A path as a label: one of a fixed set.
+pub(crate) fn known_path(path: &str) -> &'static str {
+    const PATHS: [&str; 7] = [
+        "/",
+        "/health",
+        "/metrics",
+        "/stats.json",
+        "/v1/models",
+        "/v1/chat/completions",
+        "/v1/completions",
+    ];
+    match PATHS.into_iter().find(|&known| known == path) {
+        Some(known) => known,
+        None if path.starts_with("/v1/models/") => "/v1/models/{id}",
+        None => "other",
+    }
+}
+
+/// Refuses more than one answer per request, in whichever field it is asked for.
+fn only_one_choice(fields: &Fields) -> Result<(), ApiError> {
+    for name in ["n", "best_of"] {
+        if let Some(value) = fields.integer(name)?
+            && value != 1
+        {
+            let message = format!("{name} is {value}, and only 1 is supported in this version");
+            return Err(ApiError::invalid(name, message));
+        }
+    }
+    Ok(())
+}
+
+/// 128 random bits in hexadecimal.
+fn random_id() -> Result<String, ApiError> {
+    Ok(format!("{:016x}{:016x}", sampling::random()?, sampling::random()?))
+}
+
+/// Seconds since 1970.
+fn unix_time() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs())
+}

@@ -1,0 +1,132 @@
+//! The steps that Chat Completions and Completions share.
+
+use super::error::ApiError;
+use super::metrics::RequestTimer;
+use super::parse::Failure;
+use super::{AppState, RequestId};
+use crate::engine::{Event, FailureKind, GenerateRequest, Generation, Usage};
+use axum::body::Body;
+use axum::http::{Request, header};
+use bytes::Bytes;
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A request that the engine has begun to answer.
+pub(super) struct Running {
+    pub(super) generation: Generation,
+    /// Its first event, if the engine did not end without one. Never a failure.
+    pub(super) first: Option<Event>,
+    pub(super) timer: RequestTimer,
+}
+
+/// Reads the whole body of a JSON request.
+pub(super) async fn read_body(state: &AppState, request: Request<Body>) -> Result<Bytes, ApiError> {
+    if let Some(kind) = request.headers().get(header::CONTENT_TYPE) {
+        let text = String::from_utf8_lossy(kind.as_bytes()).to_ascii_lowercase();
+        let essence = text.split(';').next().unwrap_or_default().trim();
+        if essence != "application/json" {
+            return Err(ApiError::wrong_type(essence));
+        }
+    }
+    let limit = state.config.max_body_bytes;
+    let declared = request.headers().get(header::CONTENT_LENGTH);
+    let declared = declared.and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+    if declared.is_some_and(|length| length > limit as u64) {
+        return Err(ApiError::too_large(limit));
+    }
+    collect_body(request.into_body(), limit, state.config.body_timeout).await
+}
+
+/// Reads a body of limited length that arrives within `patience`.
+pub(crate) async fn collect_body(
+    body: Body,
+    limit: usize,
+    patience: Duration,
+) -> Result<Bytes, ApiError> {
+    match tokio::time::timeout(patience, Limited::new(body, limit).collect()).await {
+        Ok(Ok(body)) => Ok(body.to_bytes()),
+        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(ApiError::too_large(limit)),
+        Ok(Err(error)) => {
+            Err(ApiError::bad_request(format!("the request body broke off: {error}")))
+        }
+        Err(_) => Err(ApiError::slow_body(patience.as_millis())),
+    }
+}
+
+/// Runs work that takes long enough to hold other connections up on a thread of its own. At most
+/// as many run at once as there are cores; the rest wait here, where a client that leaves costs
+/// nothing.
+pub(super) async fn prepare<T: Send + 'static>(
+    state: &Arc<AppState>,
+    work: impl FnOnce(&AppState) -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    let slots = Arc::clone(&state.encode_slots);
+    let slot = slots.acquire_owned().await.map_err(|e| ApiError::internal(e.to_string()))?;
+    let state = Arc::clone(state);
+    tokio::task::spawn_blocking(move || {
+        // The work goes on when the client leaves, so the slot is taken along.
+        let _slot = slot;
+        work(&state)
+    })
+    .await
+    .map_err(|error| ApiError::internal(format!("reading the request ended badly: {error}")))?
+}
+
+/// Submits a request and waits for its first event, so that a failure before any output still
+/// becomes an HTTP status.
+pub(super) async fn submit(
+    state: &AppState,
+    request: GenerateRequest,
+    request_id: &RequestId,
+    start: Instant,
+) -> Result<Running, ApiError> {
+    tracing::debug!(
+        id = request.id,
+        request_id = request_id.as_str(),
+        prompt_tokens = request.prompt.len(),
+        max_tokens = request.max_tokens,
+        "submitting"
+    );
+    let retry_after = state.config.retry_after_s;
+    let mut generation = state.engine.submit(request).map_err(|error| {
+        tracing::debug!(request_id = request_id.as_str(), %error, "refused");
+        ApiError::from_submit(&error, retry_after)
+    })?;
+    let mut timer = RequestTimer::start(&state.metrics, start);
+    let first = generation.events.recv().await;
+    match &first {
+        Some(Event::Token(_)) => timer.first_token(),
+        Some(Event::Finished { .. }) => {}
+        Some(Event::Failed { kind, message }) => {
+            let failure = Failure { kind: *kind, message: message.clone() };
+            return Err(fail(state, &mut timer, &failure));
+        }
+        None => return Err(fail(state, &mut timer, &Failure::worker_ended())),
+    }
+    Ok(Running { generation, first, timer })
+}
+
+/// Counts and logs a lost output, and says it in the API's terms.
+pub(super) fn fail(state: &AppState, timer: &mut RequestTimer, failure: &Failure) -> ApiError {
+    timer.fail();
+    match failure.kind {
+        FailureKind::Integrity => tracing::error!(message = failure.message, "answer withheld"),
+        _ => tracing::warn!(message = failure.message, "answer lost"),
+    }
+    ApiError::from_failure(failure.kind, &failure.message, state.config.retry_after_s)
+}
+
+/// The `usage` object; DeepSeek's own two cache fields beside OpenAI's.
+pub(super) fn usage_json(usage: Usage, reasoning_tokens: u32) -> Value {
+    json!({
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": u64::from(usage.prompt_tokens) + u64::from(usage.completion_tokens),
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "prompt_cache_hit_tokens": usage.cached_tokens,
+        "prompt_cache_miss_tokens": usage.prompt_tokens.saturating_sub(usage.cached_tokens),
+    })
+}

@@ -1,0 +1,120 @@
+//! `GET` endpoints: models, health, metrics, the page and its data.
+
+use super::error::ApiError;
+use super::{AppState, HTML, PAGE};
+use crate::engine::{EngineInfo, Health, Metric, WorkerView};
+use axum::Json;
+use axum::extract::{Path, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Map, Value, json};
+use std::sync::Arc;
+
+/// `GET /`.
+pub(super) async fn page() -> impl IntoResponse {
+    ([(header::CONTENT_TYPE, HTML), (header::CACHE_CONTROL, "no-cache")], PAGE)
+}
+
+/// `GET /v1/models`.
+pub(super) async fn models(State(state): State<Arc<AppState>>) -> Json<Value> {
+    let info = state.engine.info();
+    let models: Vec<Value> = state.names.iter().map(|name| model_json(name, info)).collect();
+    Json(json!({"object": "list", "data": models}))
+}
+
+/// `GET /v1/models/{id}`.
+pub(super) async fn model(
+    State(state): State<Arc<AppState>>,
+    Path(id): Path<String>,
+) -> Result<Json<Value>, ApiError> {
+    state.known_model(&id)?;
+    Ok(Json(model_json(&id, state.engine.info())))
+}
+
+fn model_json(name: &str, info: &EngineInfo) -> Value {
+    json!({
+        "id": name,
+        "object": "model",
+        "created": info.created,
+        "owned_by": "dsv4",
+        "root": info.model_id,
+        "max_model_len": info.context_length,
+    })
+}
+
+/// `GET /health`: 200 if new requests make sense, else 503 with the reason.
+pub(super) async fn health(State(state): State<Arc<AppState>>) -> Response {
+    let health = state.engine.health();
+    let status =
+        if health == Health::Ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (status, Json(health_json(&health))).into_response()
+}
+
+fn health_json(health: &Health) -> Value {
+    let (status, reason) = match health {
+        Health::Ready => ("ready", None),
+        Health::Starting(reason) => ("starting", Some(reason.as_str())),
+        Health::Draining => ("draining", Some("finishing the requests under way")),
+        Health::Failed(reason) => ("failed", Some(reason.as_str())),
+    };
+    json!({"status": status, "reason": reason})
+}
+
+/// `GET /metrics`.
+pub(super) async fn metrics(State(state): State<Arc<AppState>>) -> impl IntoResponse {
+    let text = state.metrics.render(&state.engine.stats().metrics);
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
+}
+
+/// `GET /stats.json`: what the page shows.
+pub(super) async fn stats(State(state): State<Arc<AppState>>) -> Json<Value> {
+    let info = state.engine.info();
+    let stats = state.engine.stats();
+    let counts = state.metrics.counts();
+    Json(json!({
+        "process": "worker",
+        "info": {
+            "model": state.config.served_model_name,
+            "context_length": info.context_length,
+            "mode": info.mode,
+            "numerics": info.numerics,
+            "index_key_type": info.index_key_type,
+            "fingerprint": info.fingerprint,
+            "default_thinking": state.config.default_thinking,
+        },
+        "health": health_json(&state.engine.health()),
+        "http": {
+            "requests": counts.requests,
+            "aborted": counts.aborted,
+            "failed": counts.failed,
+        },
+        "workers": stats.workers.iter().map(worker_json).collect::<Vec<_>>(),
+        "metrics": stats.metrics.iter().map(metric_json).collect::<Vec<_>>(),
+    }))
+}
+
+fn worker_json(worker: &WorkerView) -> Value {
+    let pools = worker.pools.iter().map(|(name, used, total, quarantined)| {
+        json!({"name": name, "used": used, "total": total, "quarantined": quarantined})
+    });
+    let peers = worker.peers.iter().map(|(address, state, transport)| {
+        json!({"address": address, "state": state, "transport": transport})
+    });
+    json!({
+        "role": worker.role,
+        "queued": worker.queued,
+        "running": worker.running,
+        "pools": pools.collect::<Vec<_>>(),
+        "peers": peers.collect::<Vec<_>>(),
+    })
+}
+
+fn metric_json(metric: &Metric) -> Value {
+    let labels = metric.labels.iter().map(|(key, value)| (key.clone(), json!(value)));
+    json!({
+        "name": metric.name,
+        "labels": labels.collect::<Map<_, _>>(),
+        "value": metric.value,
+        "help": metric.help,
+    })
+}

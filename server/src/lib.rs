@@ -1,0 +1,11 @@
+//! The serving engine: workers, scheduler, HTTP, router, and the adapters between the crates.
+
+pub mod clock;
+pub mod config;
+pub mod engine;
+pub mod glue;
+pub mod http;
+pub mod node;
+pub mod router;
+pub mod scheduler;
+pub mod worker;

@@ -1,0 +1,591 @@
+//! A worker process put together: model, workers, hand-off, and the engine that HTTP talks to.
+
+mod memory;
+
+use crate::clock::unix_seconds;
+use crate::config::{Backend, ConfigError, Mode, ServeArgs, is_local};
+use crate::engine::{
+    CancelOnDrop, Engine, EngineInfo, GenerateRequest, Generation, Health, Metric, MetricKind,
+    Stats, SubmitError, WorkerView,
+};
+use crate::glue::handoff::PageVerifier;
+use crate::glue::pools::{POOLS, PageCounts, Pools};
+use crate::glue::regions::PoolRegion;
+use crate::worker::{Inbox, Link, Role, Shared, Snapshot, Worker, WorkerConfig, WorkerMsg, spawn};
+use anyhow::{Context, bail};
+use crossbeam_channel::TrySendError;
+use dsa_kernels::CpuDevice;
+use dsa_kernels::cpu::CpuKernels;
+use dsv4_model::text::Tokenizer;
+use dsv4_model::{LoadOptions, Model};
+use kv_pool::{Fingerprint, Geometry};
+use pd_transfer::driver::{Driver, DriverConfig, DriverHandle, Verifier};
+use pd_transfer::inprocess::InProcessNet;
+use pd_transfer::shm::Shm;
+use pd_transfer::tcp::Tcp;
+use pd_transfer::transport::{RegionOwner, TransportFactory};
+use pd_transfer::wire::{Incarnation, Limits, Role as LinkRole};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+/// What tests may put in place of a part.
+#[derive(Default)]
+pub struct NodeOptions {
+    /// Wraps the transport of a decode worker, which is the one that reads pages.
+    pub wrap_transport: Option<Box<dyn Fn(TransportFactory) -> TransportFactory>>,
+    /// Wraps the check of landed pages.
+    pub wrap_verifier: Option<Box<dyn Fn(Arc<PageVerifier>) -> Arc<dyn Verifier>>>,
+}
+
+impl std::fmt::Debug for NodeOptions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("NodeOptions").finish_non_exhaustive()
+    }
+}
+
+/// One worker of the process.
+#[derive(Debug)]
+struct WorkerHandle {
+    role: Role,
+    inbox: Inbox,
+    shared: Arc<Shared>,
+    drivers: Vec<(&'static str, DriverHandle)>,
+}
+
+/// The engine of a process: requests go to its one worker that takes them.
+#[derive(Debug)]
+pub struct NodeEngine {
+    info: EngineInfo,
+    workers: Vec<WorkerHandle>,
+    front: usize,
+    max_queued: usize,
+    totals: PageCounts,
+    limits: WorkerConfig,
+    next_id: AtomicU64,
+}
+
+impl NodeEngine {
+    /// Takes no new requests from now on.
+    pub fn drain(&self) {
+        for worker in &self.workers {
+            worker.shared.draining.store(true, Ordering::Release);
+        }
+    }
+
+    fn front(&self) -> &WorkerHandle {
+        &self.workers[self.front]
+    }
+}
+
+impl Engine for NodeEngine {
+    fn submit(&self, request: GenerateRequest) -> Result<Generation, SubmitError> {
+        let worker = self.front();
+        let shared = &worker.shared;
+        if worker.role == Role::Prefill {
+            return Err(SubmitError::WrongRole(worker.role.name()));
+        }
+        if shared.draining.load(Ordering::Acquire) {
+            return Err(SubmitError::Draining);
+        }
+        let context = self.info.context_length;
+        let prompt = request.prompt.len();
+        if prompt >= context as usize {
+            return Err(SubmitError::TooLong { prompt, limit: context as usize });
+        }
+        let room = context - prompt as u32;
+        let max_tokens = request.max_tokens.clamp(1, room);
+        let wanted = crate::worker::need(&self.limits, prompt, max_tokens);
+        if wanted.blocks > self.totals.block {
+            let (wanted, total) = (wanted.blocks.into(), self.totals.block.into());
+            return Err(SubmitError::NeverFits { pool: "block", wanted, total });
+        }
+        let queued = shared.queued.fetch_add(1, Ordering::AcqRel);
+        if queued >= self.max_queued {
+            shared.queued.fetch_sub(1, Ordering::AcqRel);
+            return Err(SubmitError::QueueFull { queued, limit: self.max_queued });
+        }
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let (events, receiver) = tokio::sync::mpsc::unbounded_channel();
+        let request = Box::new(GenerateRequest { max_tokens, ..request });
+        match worker.inbox.try_send(WorkerMsg::Submit { id, request, events }) {
+            Ok(()) => {}
+            Err(error) => {
+                shared.queued.fetch_sub(1, Ordering::AcqRel);
+                return Err(match error {
+                    TrySendError::Full(_) => SubmitError::QueueFull { queued, limit: self.max_queued },
+                    TrySendError::Disconnected(_) => SubmitError::Stopped,
+                });
+            }
+        }
+        let inbox = worker.inbox.clone();
+        // A worker that has ended needs no cancelling.
+        let cancel = CancelOnDrop::new(move || drop(inbox.send(WorkerMsg::Cancel(id))));
+        Ok(Generation { events: receiver, cancel })
+    }
+
+    fn info(&self) -> &EngineInfo {
+        &self.info
+    }
+
+    fn stats(&self) -> Stats {
+        let mut stats = Stats::default();
+        for worker in &self.workers {
+            let snapshot = worker.shared.snapshot();
+            stats.metrics.extend(metrics_of(worker, &snapshot));
+            stats.workers.push(view_of(worker, &snapshot));
+        }
+        stats
+    }
+
+    fn health(&self) -> Health {
+        for worker in &self.workers {
+            let shared = &worker.shared;
+            if shared.stopped.load(Ordering::Acquire) {
+                return Health::Failed(format!("the {} worker has ended", worker.role.name()));
+            }
+            if shared.draining.load(Ordering::Acquire) {
+                return Health::Draining;
+            }
+            if worker.role == Role::Decode && !shared.had_peer.load(Ordering::Acquire) {
+                return Health::Starting(shared.refusal().unwrap_or_else(|| {
+                    "no prefill worker is connected yet".to_owned()
+                }));
+            }
+        }
+        Health::Ready
+    }
+}
+
+fn view_of(worker: &WorkerHandle, snapshot: &Snapshot) -> WorkerView {
+    let pool = |(kind, (used, quarantined, _, total)): (kv_pool::PoolKind, (u64, u64, u64, u64))| {
+        (format!("{kind:?}").to_lowercase(), used, total, quarantined)
+    };
+    WorkerView {
+        role: worker.role.name().to_owned(),
+        queued: snapshot.queued,
+        running: snapshot.running,
+        pools: POOLS.into_iter().zip(snapshot.pools).map(pool).collect(),
+        peers: snapshot
+            .peers
+            .iter()
+            .map(|(address, state, driver)| {
+                let transport = worker.drivers.get(*driver).map_or("", |(name, _)| *name);
+                (address.clone(), state.clone(), transport.to_owned())
+            })
+            .collect(),
+    }
+}
+
+fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
+    let role = || vec![("role".to_owned(), worker.role.name().to_owned())];
+    let metric = |name: &str, value: u64, kind: MetricKind, help: &'static str| Metric {
+        name: name.to_owned(),
+        labels: role(),
+        value: value as f64,
+        kind,
+        help,
+    };
+    use MetricKind::{Counter, Gauge};
+    let mut all = vec![
+        metric("sglang:num_running_reqs", n.running, Gauge, "Requests that run"),
+        metric("sglang:num_queue_reqs", n.queued, Gauge, "Requests that wait"),
+        metric("sglang:prompt_tokens_total", n.prefill_tokens, Counter, "Prompt tokens computed"),
+        metric("sglang:generation_tokens_total", n.generation_tokens, Counter, "Tokens generated"),
+        metric("dsv4:steps_total", n.steps, Counter, "Forward passes"),
+        metric("dsv4:handoffs_total", n.handoffs, Counter, "Prompts handed over"),
+        metric("dsv4:prompts_recomputed_total", n.recomputed, Counter, "Prompts computed here after a failed hand-off"),
+        metric("dsv4:page_groups_quarantined_total", n.quarantined_total, Counter, "Page groups set aside after a failed check"),
+        metric("dsv4:prompts_lent", n.lent, Gauge, "Prompts whose pages a peer may read"),
+    ];
+    for (kind, (used, quarantined, draining, total)) in POOLS.into_iter().zip(n.pools) {
+        for (state, value) in
+            [("used", used), ("quarantined", quarantined), ("draining", draining), ("total", total)]
+        {
+            let mut m = metric("dsv4:pages", value, Gauge, "Pages by pool and state");
+            m.labels.push(("pool".to_owned(), format!("{kind:?}").to_lowercase()));
+            m.labels.push(("state".to_owned(), state.to_owned()));
+            all.push(m);
+        }
+    }
+    for (reason, value) in ["finished", "cancelled", "failed"].into_iter().zip(n.ended) {
+        let mut m = metric("dsv4:requests_ended_total", value, Counter, "Requests that ended, by how");
+        m.labels.push(("how".to_owned(), reason.to_owned()));
+        all.push(m);
+    }
+    for (transport, driver) in &worker.drivers {
+        for (name, value) in driver.counters().all() {
+            let name = format!("dsv4:transfer_{name}_total");
+            let mut m = metric(&name, value, Counter, "Hand-off events");
+            m.labels.push(("transport".to_owned(), (*transport).to_owned()));
+            all.push(m);
+        }
+    }
+    all
+}
+
+/// A running process: model, workers and hand-off.
+#[derive(Debug)]
+pub struct Node {
+    engine: Arc<NodeEngine>,
+    tokenizer: Arc<Tokenizer>,
+    threads: Vec<JoinHandle<()>>,
+    bootstrap: Option<String>,
+    summary: String,
+}
+
+/// The default checkpoint, seen from the current folder or from the source tree.
+fn default_model_path() -> PathBuf {
+    let relative = Path::new("models/dsv4-mini/checkpoint");
+    if relative.exists() {
+        return relative.to_owned();
+    }
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(relative)
+}
+
+/// Name of a model folder; a folder called `checkpoint` is named by its parent.
+fn model_name(path: &Path) -> String {
+    let name = |p: &Path| p.file_name().map(|n| n.to_string_lossy().into_owned());
+    let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    match name(&path) {
+        Some(last) if last != "checkpoint" => last,
+        _ => path.parent().and_then(name).unwrap_or_else(|| "dsv4".to_owned()),
+    }
+}
+
+/// Everything that the workers of a process have in common.
+#[derive(Debug)]
+struct Parts {
+    model: Arc<Model>,
+    geometry: Arc<Geometry>,
+    fingerprint: Fingerprint,
+    layout: String,
+    config: WorkerConfig,
+    counts: PageCounts,
+}
+
+impl Node {
+    /// Loads the model and starts the workers.
+    pub fn start(args: &ServeArgs) -> anyhow::Result<Self> {
+        Self::start_with(args, &NodeOptions::default())
+    }
+
+    /// The same with parts replaced.
+    pub fn start_with(args: &ServeArgs, options: &NodeOptions) -> anyhow::Result<Self> {
+        args.validate()?;
+        let path = args.model_path.clone().unwrap_or_else(default_model_path);
+        let threads = args.threads.unwrap_or_else(|| {
+            std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+        });
+        let kernels = Arc::new(CpuKernels::new(threads));
+        let load = LoadOptions {
+            numerics: args.numerics,
+            index_key: args.index_k_dtype,
+            kernels: kernels.clone(),
+        };
+        let model = Model::load(&path, load)
+            .with_context(|| format!("load the model in {}", path.display()))?;
+        let tokenizer = Tokenizer::from_dir(&path)
+            .with_context(|| format!("load the tokenizer in {}", path.display()))?;
+        let parts = Parts::new(args, Arc::new(model), &tokenizer)?;
+        let info = parts.info(args, &path);
+        let summary = format!(
+            "mode {}, {threads} threads, {} numerics, index keys {}, context {}, weights {} MiB",
+            info.mode,
+            info.numerics,
+            info.index_key_type,
+            info.context_length,
+            parts.model.weight_bytes() >> 20,
+        );
+        let mut node = Assembly { parts, options, workers: Vec::new(), threads: Vec::new(), bootstrap: None };
+        match args.disaggregation_mode {
+            Mode::Null => node.add_unified()?,
+            Mode::Both => node.add_pair()?,
+            Mode::Prefill => node.add_prefill(args)?,
+            Mode::Decode => node.add_decode(args)?,
+        }
+        let front = node.workers.len() - 1;
+        let engine = Arc::new(NodeEngine {
+            info,
+            front,
+            workers: node.workers,
+            max_queued: args.max_queued_requests as usize,
+            totals: node.parts.counts,
+            limits: node.parts.config,
+            next_id: AtomicU64::new(1),
+        });
+        Ok(Self {
+            engine,
+            tokenizer: Arc::new(tokenizer),
+            threads: node.threads,
+            bootstrap: node.bootstrap,
+            summary,
+        })
+    }
+
+    /// What HTTP talks to.
+    #[must_use]
+    pub fn engine(&self) -> Arc<NodeEngine> {
+        Arc::clone(&self.engine)
+    }
+
+    /// The model's tokenizer.
+    #[must_use]
+    pub fn tokenizer(&self) -> Arc<Tokenizer> {
+        Arc::clone(&self.tokenizer)
+    }
+
+    /// Where decode workers reach this prefill worker.
+    #[must_use]
+    pub fn bootstrap(&self) -> Option<&str> {
+        self.bootstrap.as_deref()
+    }
+
+    /// One line about how the process runs.
+    #[must_use]
+    pub fn summary(&self) -> &str {
+        &self.summary
+    }
+
+    /// Stops hand-off and workers, in this order, and waits for them.
+    pub fn shutdown(self) {
+        self.engine.drain();
+        for worker in &self.engine.workers {
+            for (_, driver) in &worker.drivers {
+                driver.shutdown();
+            }
+            // An inbox whose worker has ended already is no loss.
+            drop(worker.inbox.send(WorkerMsg::Stop));
+        }
+        for thread in self.threads {
+            if thread.join().is_err() {
+                tracing::error!("a worker thread panicked");
+            }
+        }
+    }
+}
+
+impl Parts {
+    fn new(args: &ServeArgs, model: Arc<Model>, tokenizer: &Tokenizer) -> anyhow::Result<Self> {
+        let made_for = u32::try_from(model.config().max_position_embeddings).unwrap_or(u32::MAX);
+        let context_length = args.context_length.unwrap_or(made_for);
+        if context_length > made_for || context_length == 0 {
+            bail!(ConfigError::Context { wanted: context_length, limit: made_for });
+        }
+        let geometry = Arc::new(model.geometry().clone());
+        let input = model.fingerprint_input(tokenizer.digest());
+        let config = WorkerConfig {
+            role: Role::Unified,
+            step_tokens: args.chunked_prefill_size,
+            max_running: args.max_running_requests,
+            max_queued: args.max_queued_requests,
+            context_length,
+        };
+        let shape = memory::Shape {
+            step_tokens: config.step_tokens,
+            running: config.max_running,
+            context_length,
+        };
+        let counts = memory::divide(&geometry, memory::budget(args.kv_memory_mib), shape)?;
+        Ok(Self { model, geometry, fingerprint: input.fingerprint(), layout: input.describe(), config, counts })
+    }
+
+    fn info(&self, args: &ServeArgs, path: &Path) -> EngineInfo {
+        EngineInfo {
+            model_id: args.served_model_name.clone().unwrap_or_else(|| model_name(path)),
+            context_length: self.config.context_length,
+            vocab_size: u32::try_from(self.model.config().vocab_size).unwrap_or(u32::MAX),
+            eos_token: self.model.config().eos_token_id,
+            mode: args.disaggregation_mode.name(),
+            numerics: args.numerics.to_string(),
+            index_key_type: args.index_k_dtype.to_string(),
+            fingerprint: self.fingerprint.to_string(),
+            created: unix_seconds(),
+        }
+    }
+}
+
+/// Workers being added to a process.
+struct Assembly<'a> {
+    parts: Parts,
+    options: &'a NodeOptions,
+    workers: Vec<WorkerHandle>,
+    threads: Vec<JoinHandle<()>>,
+    bootstrap: Option<String>,
+}
+
+/// Where a prefill worker of this user meets decode workers of the same host.
+fn socket_address(port: u16) -> String {
+    let uid = rustix::process::getuid().as_raw();
+    format!("unix:{}", std::env::temp_dir().join(format!("dsv4-pd-{uid}-{port}.sock")).display())
+}
+
+fn random_incarnation() -> anyhow::Result<Incarnation> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).context("read random bytes for this process's incarnation")?;
+    Ok(Incarnation(bytes))
+}
+
+/// A worker that is put together and not yet running.
+struct Draft {
+    role: Role,
+    worker: Worker,
+    inbox: Inbox,
+    shared: Arc<Shared>,
+    verifier: Arc<PageVerifier>,
+    drivers: Vec<(&'static str, DriverHandle)>,
+    incarnation: Incarnation,
+}
+
+impl Assembly<'_> {
+    fn draft(&self, role: Role) -> anyhow::Result<Draft> {
+        let parts = &self.parts;
+        let device = CpuDevice::new();
+        let pools = Pools::new(Arc::clone(&parts.geometry), &device, parts.counts)
+            .context("allocate the page pools")?;
+        let verifier = Arc::new(PageVerifier::new(&pools));
+        let shared = Arc::new(Shared::default());
+        // Clients are bounded by the queue limit, upcalls by the driver's own bounds.
+        let (inbox, receiver) = crossbeam_channel::unbounded();
+        let config = WorkerConfig { role, ..parts.config };
+        let model = Arc::clone(&parts.model);
+        let worker = Worker::new(config, model, pools, receiver, Arc::clone(&shared));
+        let incarnation = random_incarnation()?;
+        Ok(Draft { role, worker, inbox, shared, verifier, drivers: Vec::new(), incarnation })
+    }
+
+    /// Adds one transport to a worker.
+    fn drive(
+        &self,
+        draft: &mut Draft,
+        name: &'static str,
+        factory: TransportFactory,
+        listen: Option<String>,
+    ) -> anyhow::Result<()> {
+        let parts = &self.parts;
+        let role = match draft.role {
+            Role::Prefill => LinkRole::Prefill,
+            Role::Unified | Role::Decode => LinkRole::Decode,
+        };
+        let fingerprint = pd_transfer::wire::Fingerprint(parts.fingerprint.0);
+        let mut config =
+            DriverConfig::new(role, draft.incarnation, fingerprint, parts.layout.clone());
+        config.limits = Limits { max_prompt_tokens: parts.config.context_length, ..config.limits };
+        let pools = draft.worker.pools();
+        config.regions = POOLS
+            .iter()
+            .map(|kind| Arc::new(PoolRegion(pools.mem(*kind).clone())) as Arc<dyn RegionOwner>)
+            .collect();
+        config.listen = listen;
+        // Every sequence of either side may be under way at once.
+        let attempts = (parts.config.max_running + parts.config.max_queued) as usize + 64;
+        config.sender.attempts_max = config.sender.attempts_max.max(attempts);
+        config.receiver.attempts_max = config.receiver.attempts_max.max(attempts);
+        let wrap = self.options.wrap_transport.as_ref().filter(|_| draft.role == Role::Decode);
+        let factory = match wrap {
+            Some(wrap) => wrap(factory),
+            None => factory,
+        };
+        let verifier: Arc<dyn Verifier> = match &self.options.wrap_verifier {
+            Some(wrap) => wrap(Arc::clone(&draft.verifier)),
+            None => draft.verifier.clone(),
+        };
+        let (inbox, driver) = (draft.inbox.clone(), draft.drivers.len());
+        let upcalls = Arc::new(move |upcall| {
+            // A worker that has ended needs no news.
+            drop(inbox.send(WorkerMsg::Upcall { driver, upcall }));
+        });
+        let handle = Driver::spawn(config, factory, verifier, upcalls)
+            .with_context(|| format!("start the {name} hand-off"))?;
+        draft.drivers.push((name, handle));
+        Ok(())
+    }
+
+    fn launch(&mut self, mut draft: Draft) -> anyhow::Result<()> {
+        let name = draft.role.name();
+        if !draft.drivers.is_empty() {
+            draft.worker.attach(Link {
+                drivers: draft.drivers.iter().map(|(_, driver)| driver.clone()).collect(),
+                verifier: draft.verifier,
+                fingerprint: self.parts.fingerprint,
+            });
+        }
+        self.threads.push(spawn(name, draft.worker).context("start a worker thread")?);
+        self.workers.push(WorkerHandle {
+            role: draft.role,
+            inbox: draft.inbox,
+            shared: draft.shared,
+            drivers: draft.drivers,
+        });
+        Ok(())
+    }
+
+    fn add_unified(&mut self) -> anyhow::Result<()> {
+        let draft = self.draft(Role::Unified)?;
+        self.launch(draft)
+    }
+
+    /// A prefill and a decode worker that meet inside the process.
+    fn add_pair(&mut self) -> anyhow::Result<()> {
+        let net = InProcessNet::new();
+        let address = "prefill".to_owned();
+        let mut prefill = self.draft(Role::Prefill)?;
+        self.drive(&mut prefill, "in-process", net.factory(), Some(address.clone()))?;
+        self.launch(prefill)?;
+        let mut decode = self.draft(Role::Decode)?;
+        self.drive(&mut decode, "in-process", net.factory(), None)?;
+        decode.drivers[0].1.connect(&address).context("connect the two workers")?;
+        self.launch(decode)
+    }
+
+    fn add_prefill(&mut self, args: &ServeArgs) -> anyhow::Result<()> {
+        let mut draft = self.draft(Role::Prefill)?;
+        let backend = args.disaggregation_transfer_backend;
+        let mut port = args.disaggregation_bootstrap_port;
+        if backend != Backend::Shm {
+            let listen = format!("{}:{port}", args.host);
+            self.drive(&mut draft, "tcp", Tcp::factory(), Some(listen))?;
+            port = draft.drivers[0]
+                .1
+                .listen_address()
+                .and_then(|address| address.rsplit_once(':')?.1.parse().ok())
+                .context("read the bootstrap port that was given")?;
+        } else if port == 0 {
+            // The port only names the socket; the system knows one that is free.
+            let probe = std::net::TcpListener::bind(("127.0.0.1", 0)).context("find a free port")?;
+            port = probe.local_addr().context("find a free port")?.port();
+        }
+        if backend != Backend::Tcp {
+            self.drive(&mut draft, "shm", Shm::factory(1), Some(socket_address(port)))?;
+        }
+        self.bootstrap = Some(format!("{}:{port}", args.host));
+        self.launch(draft)
+    }
+
+    fn add_decode(&mut self, args: &ServeArgs) -> anyhow::Result<()> {
+        let mut draft = self.draft(Role::Decode)?;
+        let backend = args.disaggregation_transfer_backend;
+        let by_memory =
+            |address: &&String| backend != Backend::Tcp && (backend == Backend::Shm || is_local(address));
+        let (near, far): (Vec<_>, Vec<_>) =
+            args.disaggregation_bootstrap.iter().partition(by_memory);
+        if !near.is_empty() {
+            self.drive(&mut draft, "shm", Shm::factory(1), None)?;
+            for address in near {
+                let port = address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+                let port = port.ok_or_else(|| ConfigError::BadAddress(address.clone()))?;
+                let driver = &draft.drivers[0].1;
+                driver.connect(&socket_address(port)).context("connect to a prefill worker")?;
+            }
+        }
+        if !far.is_empty() {
+            self.drive(&mut draft, "tcp", Tcp::factory(), None)?;
+            let last = draft.drivers.len() - 1;
+            for address in far {
+                draft.drivers[last].1.connect(address).context("connect to a prefill worker")?;
+            }
+        }
+        self.launch(draft)
+    }
+}

@@ -1,0 +1,68 @@
+//! How many pages the memory of a worker is divided into.
+
+use crate::config::ConfigError;
+use crate::glue::pools::PageCounts;
+use kv_pool::{BLOCK_TOKENS, Geometry, PoolKind, WINDOW_PAGE_ROWS, WINDOW_TOKENS};
+
+const MIB: u64 = 1 << 20;
+/// Largest share of memory that is taken without being asked for.
+const DEFAULT_MAX: u64 = 1024 * MIB;
+/// Pages beyond what running sequences are promised: fresh targets for retries.
+const SPARE: u32 = 8;
+
+/// Memory of the machine in bytes, as Linux reports it.
+fn machine_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
+    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kib * 1024)
+}
+
+/// Bytes for the pages of one worker: as asked, or a quarter of the machine's and at most 1 GiB.
+#[must_use]
+pub fn budget(asked_mib: Option<u64>) -> u64 {
+    match asked_mib {
+        Some(mib) => mib.saturating_mul(MIB),
+        None => machine_bytes().map_or(DEFAULT_MAX, |bytes| (bytes / 4).min(DEFAULT_MAX)),
+    }
+}
+
+/// What decides how memory is divided.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Tokens of a step.
+    pub step_tokens: u32,
+    /// Sequences that may run.
+    pub running: u32,
+    /// Tokens of a sequence.
+    pub context_length: u32,
+}
+
+/// Divides `bytes`: window and carry pages for every running sequence (windows at most half of
+/// the memory), blocks with the rest. There is room for one sequence of full length at least.
+pub fn divide(geometry: &Geometry, bytes: u64, shape: Shape) -> Result<PageCounts, ConfigError> {
+    let per = |kind| geometry.bytes_per_index(kind).max(1);
+    let per_sequence = (shape.step_tokens + WINDOW_TOKENS - 1).div_ceil(WINDOW_PAGE_ROWS) + 1;
+    let carry = shape.running + SPARE;
+    let wanted = u64::from(shape.running) * u64::from(per_sequence) + u64::from(SPARE);
+    let half = bytes / 2 / per(PoolKind::Window);
+    let floor = u64::from(per_sequence + SPARE);
+    let window = wanted.min(half.max(floor));
+    let fixed = window * per(PoolKind::Window) + u64::from(carry) * per(PoolKind::Carry);
+    // A model without compressed layers needs no bytes for blocks, only their numbers.
+    let blocks = if geometry.bytes_per_index(PoolKind::Block) == 0 {
+        1 << 20
+    } else {
+        bytes.saturating_sub(fixed) / per(PoolKind::Block)
+    };
+    let least = u64::from(shape.context_length.div_ceil(BLOCK_TOKENS) + SPARE);
+    if blocks < least {
+        let needed = (fixed + least * per(PoolKind::Block)).div_ceil(MIB);
+        return Err(ConfigError::Memory { mib: bytes / MIB, context: shape.context_length, needed });
+    }
+    Ok(PageCounts {
+        block: u32::try_from(blocks).unwrap_or(u32::MAX).min(1 << 24),
+        window: u32::try_from(window).unwrap_or(u32::MAX),
+        carry,
+    })
+}

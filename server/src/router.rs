@@ -1,0 +1,194 @@
+//! The `server router` process: one address in front of several decode (or unified) workers.
+//!
+//! A request goes to the healthy worker with the fewest requests under way. Until a worker has
+//! answered, the request can move to another one; from the first byte of an answer on it cannot,
+//! since the client has seen part of it. Bodies pass through frame by frame, and a client that
+//! leaves takes its connection to the worker with it.
+
+mod proxy;
+mod view;
+mod workers;
+
+use crate::http::error::ApiError;
+use crate::http::{HTML, PAGE, RequestId, known_path, no_path, wrong_method};
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::http::header;
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use proxy::ProxyClient;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Semaphore;
+use tokio::time::MissedTickBehavior;
+use workers::Workers;
+
+/// How a router behaves.
+#[derive(Clone, Debug)]
+pub struct RouterConfig {
+    /// Base addresses of decode or unified workers, like `http://127.0.0.1:30001`.
+    pub workers: Vec<String>,
+    /// Time between two health checks of a worker.
+    pub health_interval: Duration,
+    /// Time in which a worker must answer a health check or accept a connection.
+    pub health_timeout: Duration,
+    /// Most requests under way in all; one more is refused with 503.
+    pub max_queued_requests: usize,
+    /// Largest request body, bytes.
+    pub max_body_bytes: usize,
+    /// Longest time in which a request body must arrive.
+    pub body_timeout: Duration,
+    /// `Retry-After` of refused requests, seconds.
+    pub retry_after_s: u32,
+}
+
+impl Default for RouterConfig {
+    fn default() -> Self {
+        Self {
+            workers: Vec::new(),
+            health_interval: Duration::from_secs(1),
+            health_timeout: Duration::from_secs(3),
+            max_queued_requests: 1024,
+            max_body_bytes: 32 << 20,
+            body_timeout: Duration::from_secs(30),
+            retry_after_s: 1,
+        }
+    }
+}
+
+/// A configuration that cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RouterError {
+    /// Nothing to route to.
+    #[error("a router needs at least one worker address")]
+    NoWorkers,
+    /// Not an address.
+    #[error("worker address {0:?}: http://HOST:PORT expected")]
+    BadAddress(String),
+    /// The same worker twice would be asked again after it failed.
+    #[error("worker address {0:?} is given twice")]
+    Duplicate(String),
+}
+
+pub(crate) struct RouterState {
+    pub(crate) config: RouterConfig,
+    pub(crate) workers: Workers,
+    pub(crate) client: ProxyClient,
+    /// Requests that may still be taken.
+    pub(crate) slots: Arc<Semaphore>,
+}
+
+/// A router: its endpoints and its health checks.
+#[derive(Clone)]
+pub struct ReverseProxy(Arc<RouterState>);
+
+impl fmt::Debug for ReverseProxy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("ReverseProxy").field(&self.0.config).finish()
+    }
+}
+
+impl ReverseProxy {
+    /// A router that knows nothing about its workers yet; see [`Self::check_workers`].
+    ///
+    /// # Errors
+    ///
+    /// [`RouterError`] for addresses that cannot be used.
+    pub fn new(config: RouterConfig) -> Result<Self, RouterError> {
+        let workers = Workers::new(&config.workers)?;
+        let client = proxy::client(config.health_timeout);
+        let slots =
+            Arc::new(Semaphore::new(config.max_queued_requests.min(Semaphore::MAX_PERMITS)));
+        Ok(Self(Arc::new(RouterState { config, workers, client, slots })))
+    }
+
+    /// The endpoints.
+    pub fn app(&self) -> Router {
+        let state = Arc::clone(&self.0);
+        Router::new()
+            .route("/", get(page))
+            .route("/health", get(view::health))
+            .route("/metrics", get(view::metrics))
+            .route("/stats.json", get(view::stats))
+            .route("/v1/models", get(proxy::forward))
+            .route("/v1/models/{id}", get(proxy::forward))
+            .route("/v1/chat/completions", post(proxy::forward))
+            .route("/v1/completions", post(proxy::forward))
+            .fallback(no_path)
+            .method_not_allowed_fallback(wrong_method)
+            .layer(middleware::from_fn_with_state(Arc::clone(&state), observe))
+            .with_state(state)
+    }
+
+    /// Asks every worker for its health, once.
+    pub async fn check_workers(&self) {
+        let state = &self.0;
+        let checks = state.workers.iter().map(|worker| async move {
+            let found = proxy::check(&state.client, worker, state.config.health_timeout).await;
+            worker.set_health(found);
+        });
+        futures_util::future::join_all(checks).await;
+    }
+
+    /// Checks all workers again and again, for as long as an endpoint of this router is alive.
+    pub fn watch_workers(self) -> impl Future<Output = ()> + Send + 'static {
+        let mut interval = tokio::time::interval(self.0.config.health_interval);
+        interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let state = Arc::downgrade(&self.0);
+        drop(self);
+        async move {
+            loop {
+                interval.tick().await;
+                let Some(state) = state.upgrade() else { return };
+                Self(state).check_workers().await;
+            }
+        }
+    }
+}
+
+/// The endpoints of a router, with its health checks running in the background for as long as
+/// they are served. Must be called on a Tokio runtime.
+///
+/// # Errors
+///
+/// [`RouterError`] for addresses that cannot be used.
+pub fn app(config: RouterConfig) -> Result<Router, RouterError> {
+    let proxy = ReverseProxy::new(config)?;
+    let router = proxy.app();
+    tokio::spawn(proxy.watch_workers());
+    Ok(router)
+}
+
+async fn page() -> impl IntoResponse {
+    ([(header::CONTENT_TYPE, HTML), (header::CACHE_CONTROL, "no-cache")], PAGE)
+}
+
+/// Gives every request an id and counts every response.
+async fn observe(
+    State(state): State<Arc<RouterState>>,
+    mut request: Request<Body>,
+    next: Next,
+) -> Response {
+    let id = match RequestId::of(&request) {
+        Ok(id) => id,
+        Err(error) => return error.into_response(),
+    };
+    request.extensions_mut().insert(id.clone());
+    let path = known_path(request.uri().path());
+    let mut response = next.run(request).await;
+    state.workers.count_response(path, response.status().as_u16());
+    response.headers_mut().insert(crate::http::REQUEST_ID, id.header());
+    response
+}
+
+/// No worker can take the request.
+fn none_ready(state: &RouterState) -> ApiError {
+    let message = match state.workers.iter().count() {
+        1 => "the worker is not ready".to_owned(),
+        count => format!("none of the {count} workers is ready"),
+    };
+    ApiError::unavailable("no_worker", message, state.config.retry_after_s)
+}

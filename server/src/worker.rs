@@ -1,0 +1,454 @@
+//! A worker: one thread that owns page pools, a scheduler and the sequences, and runs steps of the
+//! model. It hears from clients and from the hand-off through one channel.
+
+mod pages;
+mod pull;
+mod push;
+mod sequence;
+mod step;
+
+use crate::engine::{Event, FailureKind, GenerateRequest};
+use crate::glue::handoff::PageVerifier;
+use crate::glue::pools::{POOLS, Pools};
+use crate::scheduler::{Limits, PageNeed, Scheduler, SeqId};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError};
+use dsv4_model::{Model, StepOutput, Workspace};
+use kv_pool::{Fingerprint, PoolKind};
+use pd_transfer::driver::{DriverGone, DriverHandle};
+use pd_transfer::endpoint::Upcall;
+use pd_transfer::id::PeerId;
+use pd_transfer::wire::AttemptId;
+pub use pages::need;
+use sequence::{Origin, Sequence, State};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::sync::mpsc::UnboundedSender;
+
+/// Which part of the work a worker does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Prompts and outputs, no hand-off.
+    Unified,
+    /// Prompts, for decode workers.
+    Prefill,
+    /// Outputs; prompts only where no prefill worker can.
+    Decode,
+}
+
+impl Role {
+    /// Name for logs, metrics and the page.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Unified => "unified",
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+/// Fixed numbers of a worker.
+#[derive(Clone, Copy, Debug)]
+pub struct WorkerConfig {
+    /// Its part.
+    pub role: Role,
+    /// Most tokens of a step.
+    pub step_tokens: u32,
+    /// Most requests that run.
+    pub max_running: u32,
+    /// Most requests that wait.
+    pub max_queued: u32,
+    /// Tokens of prompt and output together.
+    pub context_length: u32,
+}
+
+/// What reaches a worker's thread.
+#[derive(Debug)]
+pub enum WorkerMsg {
+    /// A client's request.
+    Submit {
+        /// Its number in this worker.
+        id: SeqId,
+        /// The request.
+        request: Box<GenerateRequest>,
+        /// Where its events go.
+        events: UnboundedSender<Event>,
+    },
+    /// The client is gone.
+    Cancel(SeqId),
+    /// News of the hand-off.
+    Upcall {
+        /// Position of the driver in [`Link::drivers`].
+        driver: usize,
+        /// What happened.
+        upcall: Upcall,
+    },
+    /// End the thread.
+    Stop,
+}
+
+/// Numbers of a worker at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct Snapshot {
+    /// Waiting requests.
+    pub queued: u64,
+    /// Admitted requests.
+    pub running: u64,
+    /// Prompts that peers may still read.
+    pub lent: u64,
+    /// Per pool: used, quarantined, draining, total pages.
+    pub pools: [(u64, u64, u64, u64); 3],
+    /// Steps run.
+    pub steps: u64,
+    /// Prompt tokens computed here.
+    pub prefill_tokens: u64,
+    /// Tokens generated here.
+    pub generation_tokens: u64,
+    /// Prompts that arrived verified from a prefill worker.
+    pub handoffs: u64,
+    /// Prompts computed here because their hand-off was not possible or not verified.
+    pub recomputed: u64,
+    /// Page groups set aside after a failed check.
+    pub quarantined_total: u64,
+    /// Requests that ended by kind: finished, cancelled, failed.
+    pub ended: [u64; 3],
+    /// Peers that are connected: address, how busy, and the driver's position.
+    pub peers: Vec<(String, String, usize)>,
+}
+
+/// What a worker's thread shares with the rest of the process.
+#[derive(Debug, Default)]
+pub struct Shared {
+    /// Accepted and not yet admitted.
+    pub queued: AtomicUsize,
+    /// No new requests.
+    pub draining: AtomicBool,
+    /// A prefill worker was connected at least once.
+    pub had_peer: AtomicBool,
+    /// The thread has ended.
+    pub stopped: AtomicBool,
+    refusal: Mutex<Option<String>>,
+    snapshot: Mutex<Snapshot>,
+}
+
+impl Shared {
+    /// Keeps the last refusal of a hand-off for the health answer.
+    fn note_refusal(&self, address: &str, text: &str) {
+        let text = format!("{address} refused the hand-off: {text}");
+        *self.refusal.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
+    }
+
+    /// Why the last peer was refused.
+    #[must_use]
+    pub fn refusal(&self) -> Option<String> {
+        self.refusal.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Numbers after the last step.
+    #[must_use]
+    pub fn snapshot(&self) -> Snapshot {
+        self.snapshot.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// A prefill worker as seen from here.
+#[derive(Clone, Debug)]
+struct Peer {
+    driver: usize,
+    address: String,
+    pending: usize,
+}
+
+/// The hand-off's end in this worker: one driver per transport.
+#[derive(Debug)]
+pub struct Link {
+    /// Drivers of the protocol; upcalls name them by position.
+    pub drivers: Vec<DriverHandle>,
+    /// Check of what arrives.
+    pub verifier: Arc<PageVerifier>,
+    /// Layout that tags are bound to.
+    pub fingerprint: Fingerprint,
+}
+
+/// State of a worker's thread.
+#[derive(Debug)]
+pub struct Worker {
+    config: WorkerConfig,
+    model: Arc<Model>,
+    pools: Pools,
+    scheduler: Scheduler,
+    sequences: BTreeMap<SeqId, Sequence>,
+    attempts: BTreeMap<AttemptId, SeqId>,
+    /// Which driver each attempt goes through.
+    routes: BTreeMap<AttemptId, usize>,
+    lent: BTreeMap<AttemptId, push::Lent>,
+    peers: BTreeMap<PeerId, Peer>,
+    link: Option<Link>,
+    shared: Arc<Shared>,
+    inbox: Receiver<WorkerMsg>,
+    workspace: Workspace,
+    output: StepOutput,
+    numbers: Snapshot,
+    next_id: SeqId,
+}
+
+/// First number that a worker gives to sequences of its own (prompts of peers); clients' numbers
+/// are below it.
+const PEER_IDS: SeqId = 1 << 62;
+
+impl Worker {
+    /// A worker at rest.
+    #[must_use]
+    pub fn new(
+        config: WorkerConfig,
+        model: Arc<Model>,
+        pools: Pools,
+        inbox: Receiver<WorkerMsg>,
+        shared: Arc<Shared>,
+    ) -> Self {
+        let scheduler = Scheduler::new(Limits {
+            step_tokens: config.step_tokens,
+            running: config.max_running as usize,
+            pages: PageNeed {
+                blocks: pools.count(PoolKind::Block),
+                window: pools.count(PoolKind::Window),
+                carry: pools.count(PoolKind::Carry),
+            },
+        });
+        let workspace = Workspace::new(model.config(), config.step_tokens as usize, config.max_running as usize);
+        Self {
+            config,
+            model,
+            pools,
+            scheduler,
+            sequences: BTreeMap::new(),
+            attempts: BTreeMap::new(),
+            routes: BTreeMap::new(),
+            lent: BTreeMap::new(),
+            peers: BTreeMap::new(),
+            link: None,
+            shared,
+            inbox,
+            workspace,
+            output: StepOutput::default(),
+            numbers: Snapshot::default(),
+            next_id: PEER_IDS,
+        }
+    }
+
+    /// Joins the worker to a hand-off.
+    pub fn attach(&mut self, link: Link) {
+        self.link = Some(link);
+    }
+
+    /// The pools, to register their memory.
+    #[must_use]
+    pub fn pools(&self) -> &Pools {
+        &self.pools
+    }
+
+    /// Runs until told to stop or until nobody can reach it any more.
+    pub fn run(mut self) {
+        loop {
+            match self.listen() {
+                Flow::Go => {}
+                Flow::Stop => break,
+            }
+            self.admit();
+            if self.scheduler.has_work() {
+                self.step();
+            }
+            self.publish();
+        }
+        for seq in std::mem::take(&mut self.sequences).into_values() {
+            seq.fail(FailureKind::Unavailable, "the worker was stopped");
+        }
+        self.shared.stopped.store(true, Ordering::Release);
+    }
+
+    /// Takes in all that has come; waits when there is nothing else to do.
+    fn listen(&mut self) -> Flow {
+        if !self.scheduler.has_work() {
+            match self.inbox.recv_timeout(Duration::from_secs(1)) {
+                Ok(WorkerMsg::Stop) | Err(RecvTimeoutError::Disconnected) => return Flow::Stop,
+                Ok(message) => self.take(message),
+                Err(RecvTimeoutError::Timeout) => return Flow::Go,
+            }
+        }
+        loop {
+            match self.inbox.try_recv() {
+                Ok(WorkerMsg::Stop) | Err(TryRecvError::Disconnected) => return Flow::Stop,
+                Ok(message) => self.take(message),
+                Err(TryRecvError::Empty) => return Flow::Go,
+            }
+        }
+    }
+
+    fn take(&mut self, message: WorkerMsg) {
+        match message {
+            WorkerMsg::Submit { id, request, events } => self.submit(id, *request, events),
+            WorkerMsg::Cancel(id) => self.cancel(id),
+            WorkerMsg::Upcall { driver, upcall } => self.upcall(driver, upcall),
+            WorkerMsg::Stop => {}
+        }
+    }
+
+    fn submit(&mut self, id: SeqId, request: GenerateRequest, events: UnboundedSender<Event>) {
+        let need = pages::need(&self.config, request.prompt.len(), request.max_tokens);
+        self.sequences.insert(id, Sequence::of_client(id, request, events));
+        self.scheduler.enqueue(id, need);
+    }
+
+    /// Starts waiting sequences while there is room.
+    fn admit(&mut self) {
+        while let Some(id) = self.scheduler.admit() {
+            let Some(seq) = self.sequences.get(&id) else { continue };
+            if let Origin::Client { .. } = seq.origin {
+                self.shared.queued.fetch_sub(1, Ordering::AcqRel);
+                if self.config.role == Role::Decode && self.start_pull(id) {
+                    continue;
+                }
+            }
+            self.start_local(id);
+        }
+    }
+
+    /// Computes the prompt here.
+    fn start_local(&mut self, id: SeqId) {
+        let Some(seq) = self.sequences.get_mut(&id) else { return };
+        let carry = match self.pools.take(PoolKind::Carry, 1, seq.owner) {
+            Ok(pages) => pages[0],
+            Err(error) => {
+                let text = error.to_string();
+                return self.end_failed(id, FailureKind::Unavailable, &text);
+            }
+        };
+        seq.table = Some(kv_pool::PageTable::new(carry));
+        seq.computed = 0;
+        seq.state = State::Prefilling;
+        self.scheduler.start_prefill(id, seq.tokens.len() as u32);
+    }
+
+    /// Ends a sequence whose client has gone or whose peer has called it off.
+    fn cancel(&mut self, id: SeqId) {
+        let Some(seq) = self.sequences.get_mut(&id) else { return };
+        self.numbers.ended[1] += 1;
+        match seq.state {
+            State::Waiting => {
+                if let Origin::Client { .. } = seq.origin {
+                    self.shared.queued.fetch_sub(1, Ordering::AcqRel);
+                }
+                self.drop_sequence(id);
+            }
+            State::Pulling { attempt } => {
+                // The pages may still be written by our own reads: they are freed at `Quiet`.
+                seq.state = State::Unwinding { recompute: false };
+                self.scheduler.park(id);
+                self.command(attempt, |driver| driver.cancel(attempt));
+            }
+            State::Unwinding { .. } => seq.state = State::Unwinding { recompute: false },
+            State::Prefilling | State::Decoding => self.drop_sequence(id),
+        }
+    }
+
+    /// Gives the driver of an attempt a command. A driver that has ended has released everything
+    /// already: its last upcalls say so, and nothing is left to command.
+    fn command(
+        &self,
+        attempt: AttemptId,
+        call: impl FnOnce(&DriverHandle) -> Result<(), DriverGone>,
+    ) {
+        let driver = self.routes.get(&attempt).and_then(|n| self.link.as_ref()?.drivers.get(*n));
+        if let Some(Err(error)) = driver.map(call) {
+            tracing::debug!(%attempt, %error, "no hand-off to tell");
+        }
+    }
+
+    /// Frees all that a sequence has and forgets it.
+    fn drop_sequence(&mut self, id: SeqId) {
+        let Some(seq) = self.sequences.remove(&id) else { return };
+        self.free_pages(&seq);
+        match seq.origin {
+            Origin::Peer { attempt, .. } => {
+                self.attempts.remove(&attempt);
+                if self.lent.contains_key(&attempt) {
+                    // Pages that the peer may still read keep their promise until `release`.
+                    self.scheduler.park(id);
+                } else {
+                    self.scheduler.remove(id);
+                }
+            }
+            Origin::Client { .. } => self.scheduler.remove(id),
+        }
+    }
+
+    fn free_pages(&mut self, seq: &Sequence) {
+        if let Some(table) = &seq.table
+            && let Err(error) = self.pools.free_table(table, seq.owner)
+        {
+            // The page table and the pool disagree: memory may be lost or shared. Nothing that
+            // this worker says could be trusted any more.
+            panic!("free the pages of sequence {}: {error}", seq.id);
+        }
+    }
+
+    fn end_failed(&mut self, id: SeqId, kind: FailureKind, message: &str) {
+        self.numbers.ended[2] += 1;
+        tracing::warn!(sequence = id, ?kind, message, "request failed");
+        if let Some(seq) = self.sequences.get(&id) {
+            match &seq.origin {
+                Origin::Client { .. } => seq.fail(kind, message),
+                Origin::Peer { attempt, .. } => {
+                    let attempt = *attempt;
+                    self.command(attempt, |d| d.reject(attempt, push::code::FAILED, message));
+                }
+            }
+        }
+        self.drop_sequence(id);
+    }
+
+    fn publish(&mut self) {
+        let n = &mut self.numbers;
+        n.queued = self.scheduler.waiting() as u64;
+        n.running = self.scheduler.admitted() as u64;
+        n.lent = self.lent.len() as u64;
+        for (slot, kind) in n.pools.iter_mut().zip(POOLS) {
+            let c = self.pools.pages(kind).counts();
+            let used = u64::from(c.total - c.free);
+            *slot = (used, c.quarantined.into(), c.draining.into(), c.total.into());
+        }
+        n.peers =
+            self.peers.values().map(|p| (p.address.clone(), format!("{} pending", p.pending), p.driver)).collect();
+        *self.shared.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = n.clone();
+    }
+}
+
+enum Flow {
+    Go,
+    Stop,
+}
+
+/// Ends the process when its thread panics: a worker that lost its state must not look alive.
+#[derive(Debug)]
+struct AbortOnPanic;
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::process::abort();
+        }
+    }
+}
+
+/// Runs a worker on a thread of its own.
+pub fn spawn(name: &str, worker: Worker) -> std::io::Result<std::thread::JoinHandle<()>> {
+    std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+        let _guard = AbortOnPanic;
+        worker.run();
+    })
+}
+
+/// Sends to a worker; a full or closed inbox is an answer.
+pub type Inbox = Sender<WorkerMsg>;

@@ -1,0 +1,63 @@
+//! How many pages a sequence needs, and taking them as it grows.
+
+use super::{Sequence, Worker, WorkerConfig};
+use crate::glue::pools::PoolError;
+use crate::scheduler::{PageNeed, SeqId};
+use kv_pool::{BLOCK_TOKENS, PoolKind, WINDOW_PAGE_ROWS, WINDOW_TOKENS};
+
+/// Most window pages that a sequence holds while a step of `step_tokens` is under way: the rows
+/// that the first token of the step still sees, and the step's own.
+fn window_pages_max(step_tokens: u32) -> u32 {
+    (step_tokens + WINDOW_TOKENS - 1).div_ceil(WINDOW_PAGE_ROWS) + 1
+}
+
+/// Pages for a prompt and the longest output it may have.
+#[must_use]
+pub fn need(config: &WorkerConfig, prompt: usize, max_tokens: u32) -> PageNeed {
+    let tokens = (prompt as u64 + u64::from(max_tokens)).min(u64::from(config.context_length));
+    PageNeed {
+        blocks: (tokens as u32).div_ceil(BLOCK_TOKENS),
+        window: window_pages_max(config.step_tokens.min(tokens as u32)),
+        carry: 1,
+    }
+}
+
+impl Worker {
+    /// Gives a sequence the pages for its next `tokens` tokens.
+    pub(super) fn grow(&mut self, id: SeqId, tokens: u32) -> Result<(), PoolError> {
+        let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };
+        let (owner, computed) = (seq.owner, seq.computed);
+        let Some(table) = seq.table.as_mut() else { return Ok(()) };
+        let end = computed + tokens;
+        let blocks = table.blocks_needed(end);
+        for page in self.pools.take(PoolKind::Block, blocks, owner)? {
+            table.push_block(page);
+        }
+        let windows = table.window_pages_needed(computed, tokens);
+        for page in self.pools.take(PoolKind::Window, windows, owner)? {
+            table.push_window(page);
+        }
+        Ok(())
+    }
+
+    /// After `computed` has moved: seals pages that are complete and frees window pages that no
+    /// later token sees.
+    pub(super) fn settle(&mut self, id: SeqId) -> Result<(), PoolError> {
+        let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };
+        let Sequence { table, owner, computed, blocks_sealed, windows_sealed, .. } = seq;
+        let Some(table) = table.as_mut() else { return Ok(()) };
+        while (*blocks_sealed + 1) * BLOCK_TOKENS <= *computed {
+            self.pools.seal(table.blocks()[*blocks_sealed as usize])?;
+            *blocks_sealed += 1;
+        }
+        while (*windows_sealed + 1) * WINDOW_PAGE_ROWS <= *computed {
+            let position = *windows_sealed - table.window_first_no();
+            self.pools.seal(table.window()[position as usize])?;
+            *windows_sealed += 1;
+        }
+        for page in table.recycle_window(*computed) {
+            self.pools.remove_owner(page, *owner, None)?;
+        }
+        Ok(())
+    }
+}

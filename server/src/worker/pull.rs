@@ -1,0 +1,290 @@
+//! The decode side of a hand-off: asking for prompts, landing their pages, and what follows when
+//! that does not work.
+
+use super::sequence::State;
+use super::{Peer, Worker};
+use crate::engine::FailureKind;
+use crate::glue::handoff::{TagContext, group_of, page_of, targets};
+use crate::glue::payload::{FirstToken, PrefillRequest};
+use crate::glue::pools::PoolError;
+use crate::scheduler::SeqId;
+use kv_pool::{
+    BLOCK_TOKENS, Owner, PageTable, PlanEntry, PoolKind, Proof, WINDOW_PAGE_ROWS, handoff_plan,
+    plan_hash, window_start,
+};
+use pd_transfer::endpoint::Upcall;
+use pd_transfer::receiver::{FailReason, Start, Target};
+use pd_transfer::wire::{AttemptId, FinalRecord, Key};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+impl Worker {
+    /// News from the hand-off's driver.
+    pub(super) fn upcall(&mut self, driver: usize, upcall: Upcall) {
+        match upcall {
+            Upcall::Requested { attempt, peer, request, have } => {
+                self.routes.insert(attempt, driver);
+                self.requested(attempt, peer, &request, have);
+            }
+            Upcall::Cancelled { attempt } => self.cancelled(attempt),
+            Upcall::Release { attempt, proof } => self.release(attempt, proof),
+            Upcall::Fresh { attempt, groups } => self.retry(attempt, &groups),
+            Upcall::Completed { attempt, record } => self.landed(attempt, &record),
+            Upcall::Failed { attempt, why } => self.pull_failed(attempt, &why),
+            Upcall::Quiet { attempt } => self.quiet(attempt),
+            Upcall::Overdue { attempt, held_us } => {
+                tracing::warn!(%attempt, held_us, "a peer holds pages for long");
+            }
+            Upcall::NotOffered { attempt, error } => {
+                tracing::warn!(%attempt, %error, "pages were not offered");
+                self.cancelled(attempt);
+            }
+            Upcall::NotRetargeted { attempt, error } => {
+                tracing::warn!(%attempt, %error, "fresh pages were not taken");
+            }
+            Upcall::PeerUp { peer, address, incarnation, role, .. } => {
+                tracing::info!(address, %incarnation, ?role, "peer connected");
+                self.shared.had_peer.store(true, Ordering::Release);
+                self.peers.insert(peer, Peer { driver, address, pending: 0 });
+            }
+            Upcall::PeerDown { peer, address, why } => {
+                tracing::warn!(address, why, "peer lost");
+                self.peers.remove(&peer);
+            }
+            Upcall::Refused { address, text } => {
+                tracing::error!(address, "hand-off refused: {text}");
+                self.shared.note_refusal(&address, &text);
+            }
+            Upcall::Event(text) => tracing::warn!("{text}"),
+        }
+    }
+
+    /// Asks the least busy prefill worker for a prompt; false if there is none to ask.
+    pub(super) fn start_pull(&mut self, id: SeqId) -> bool {
+        let chosen = self.peers.iter().min_by_key(|(id, peer)| (peer.pending, **id));
+        let Some((peer, driver)) = chosen.map(|(id, peer)| (*id, peer.driver)) else {
+            return false;
+        };
+        let table = match self.reserve_targets(id) {
+            Ok(Some(table)) => table,
+            Ok(None) => return false,
+            Err(error) => {
+                let text = error.to_string();
+                self.end_failed(id, FailureKind::Unavailable, &text);
+                return true;
+            }
+        };
+        let (Some(link), Some(seq)) = (&self.link, self.sequences.get_mut(&id)) else { return false };
+        let n = seq.tokens.len() as u32;
+        let plan = handoff_plan(self.pools.geometry(), n, 0);
+        let landing = match targets(&self.pools, &table, &plan) {
+            Ok(landing) => landing,
+            Err(error) => panic!("plan the hand-off of sequence {id}: {error}"),
+        };
+        let mut bytes = [0; 16];
+        if let Err(error) = getrandom::fill(&mut bytes) {
+            panic!("read random bytes for an attempt's id: {error}");
+        }
+        let attempt = AttemptId(bytes);
+        let context = Arc::new(TagContext::new(link.fingerprint, &seq.tokens));
+        link.verifier.expect(attempt, Arc::clone(&context));
+        let request = PrefillRequest {
+            id: seq.name.clone(),
+            prompt: seq.tokens.clone(),
+            sampling: seq.sampling.clone(),
+        };
+        let start = Start {
+            attempt,
+            peer,
+            request: request.encode(),
+            have: 0,
+            plan_hash: plan_hash(&plan),
+            plan: landing,
+        };
+        seq.table = Some(table);
+        seq.context = Some(context);
+        seq.peer = Some(peer);
+        seq.state = State::Pulling { attempt };
+        self.attempts.insert(attempt, id);
+        self.routes.insert(attempt, driver);
+        self.command(attempt, |driver| driver.start(start));
+        if let Some(peer) = self.peers.get_mut(&peer) {
+            peer.pending += 1;
+        }
+        true
+    }
+
+    /// Pages for a whole prompt: its blocks, its last window rows, its carry.
+    fn reserve_targets(&mut self, id: SeqId) -> Result<Option<PageTable>, PoolError> {
+        let Some(seq) = self.sequences.get(&id) else { return Ok(None) };
+        let (owner, n) = (seq.owner, seq.tokens.len() as u32);
+        let carry = self.pools.take(PoolKind::Carry, 1, owner)?;
+        let window_first = window_start(n) / WINDOW_PAGE_ROWS;
+        let mut table = PageTable::new(carry[0]);
+        table.start_window(window_first);
+        let mut fill = || {
+            for page in self.pools.take(PoolKind::Block, n.div_ceil(BLOCK_TOKENS), owner)? {
+                table.push_block(page);
+            }
+            let windows = n.div_ceil(WINDOW_PAGE_ROWS) - window_first;
+            for page in self.pools.take(PoolKind::Window, windows, owner)? {
+                table.push_window(page);
+            }
+            Ok(())
+        };
+        match fill() {
+            Ok(()) => Ok(Some(table)),
+            Err(error) => {
+                self.pools.free_table(&table, owner)?;
+                Err(error)
+            }
+        }
+    }
+
+    /// Pages did not arrive as they were meant: sets them aside and gives the attempt fresh ones.
+    fn retry(&mut self, attempt: AttemptId, groups: &[(u32, Vec<Key>)]) {
+        let Some(id) = self.attempts.get(&attempt).copied() else { return };
+        let mut landing = Vec::new();
+        for (group, keys) in groups {
+            self.numbers.quarantined_total += 1;
+            match self.replace_group(id, *group, keys) {
+                Ok(mut fresh) => landing.append(&mut fresh),
+                Err(error) => {
+                    tracing::warn!(%error, %attempt, "no fresh pages for a retry");
+                    self.command(attempt, |driver| driver.cancel(attempt));
+                    if let Some(seq) = self.sequences.get_mut(&id) {
+                        seq.state = State::Unwinding { recompute: true };
+                    }
+                    return;
+                }
+            }
+        }
+        self.command(attempt, |driver| driver.retarget(attempt, landing));
+    }
+
+    fn replace_group(
+        &mut self,
+        id: SeqId,
+        group: u32,
+        keys: &[Key],
+    ) -> Result<Vec<Target>, PoolError> {
+        let Some(seq) = self.sequences.get_mut(&id) else { return Ok(Vec::new()) };
+        let entries: Vec<PlanEntry> =
+            keys.iter().filter_map(|key| PlanEntry::from_key(key.0).ok()).collect();
+        let Some(table) = seq.table.as_mut() else { return Ok(Vec::new()) };
+        let Some(entry) = entries.iter().find(|e| group_of(e) == group) else {
+            return Ok(Vec::new());
+        };
+        let Some(old) = page_of(table, entry) else { return Ok(Vec::new()) };
+        let fresh = self.pools.take(entry.pool, 1, seq.owner)?[0];
+        match entry.pool {
+            PoolKind::Block => table.replace_block(entry.page_no, fresh),
+            PoolKind::Window => table.replace_window(entry.page_no, fresh),
+            PoolKind::Carry => table.replace_carry(fresh),
+        };
+        self.pools.quarantine(old)?;
+        self.pools.remove_owner(old, seq.owner, None)?;
+        seq.quarantined.push(old);
+        match targets(&self.pools, table, &entries) {
+            Ok(landing) => Ok(landing),
+            Err(error) => panic!("plan the retry of sequence {id}: {error}"),
+        }
+    }
+
+    /// All pages of a prompt are here and verified.
+    fn landed(&mut self, attempt: AttemptId, record: &FinalRecord) {
+        let Some(id) = self.end_attempt(attempt) else { return };
+        let vocab = self.model.config().vocab_size;
+        self.free_quarantined(id);
+        let Some(seq) = self.sequences.get_mut(&id) else { return };
+        if seq.state != (State::Pulling { attempt }) {
+            // Called off while the last page landed.
+            return self.unwound(id);
+        }
+        let first = match FirstToken::decode(&record.payload, vocab) {
+            Ok(first) if first.tokens as usize == seq.prompt_len => first,
+            Ok(first) => {
+                tracing::warn!(sequence = id, computed = first.tokens, "peer computed another prompt length");
+                seq.state = State::Unwinding { recompute: true };
+                return self.unwound(id);
+            }
+            Err(error) => {
+                tracing::warn!(sequence = id, %error, "first token unreadable");
+                seq.state = State::Unwinding { recompute: true };
+                return self.unwound(id);
+            }
+        };
+        seq.computed = first.tokens;
+        seq.windows_sealed = seq.table.as_ref().map_or(0, PageTable::window_first_no);
+        if let Err(error) = self.settle(id) {
+            panic!("seal the pages of sequence {id}: {error}");
+        }
+        self.numbers.handoffs += 1;
+        self.deliver(id, first.sampled);
+    }
+
+    /// A hand-off ended without its pages.
+    fn pull_failed(&mut self, attempt: AttemptId, why: &FailReason) {
+        let Some(id) = self.attempts.get(&attempt).copied() else { return };
+        tracing::warn!(%attempt, %why, "hand-off failed; the prompt will be computed here");
+        if let Some(seq) = self.sequences.get_mut(&id)
+            && seq.state == (State::Pulling { attempt })
+        {
+            seq.state = State::Unwinding { recompute: true };
+        }
+    }
+
+    /// None of our reads for this attempt is under way any more.
+    fn quiet(&mut self, attempt: AttemptId) {
+        let Some(id) = self.end_attempt(attempt) else { return };
+        self.free_quarantined(id);
+        self.unwound(id);
+    }
+
+    fn end_attempt(&mut self, attempt: AttemptId) -> Option<SeqId> {
+        if let Some(link) = &self.link {
+            link.verifier.forget(attempt);
+        }
+        self.routes.remove(&attempt);
+        let id = self.attempts.remove(&attempt)?;
+        if let Some(peer) = self.sequences.get(&id).and_then(|s| s.peer)
+            && let Some(peer) = self.peers.get_mut(&peer)
+        {
+            peer.pending = peer.pending.saturating_sub(1);
+        }
+        Some(id)
+    }
+
+    fn free_quarantined(&mut self, id: SeqId) {
+        let Some(seq) = self.sequences.get_mut(&id) else { return };
+        for page in std::mem::take(&mut seq.quarantined) {
+            if let Err(error) = self.pools.release_quarantined(page, Proof::OwnCompletionDrained) {
+                panic!("free a quarantined page of sequence {id}: {error}");
+            }
+        }
+    }
+
+    /// Frees what an attempt had reserved; goes on by computing the prompt here, or ends.
+    fn unwound(&mut self, id: SeqId) {
+        let Some(seq) = self.sequences.get_mut(&id) else { return };
+        if let Some(table) = seq.table.take() {
+            let owner: Owner = seq.owner;
+            if let Err(error) = self.pools.free_table(&table, owner) {
+                panic!("free the pages of sequence {id}: {error}");
+            }
+        }
+        seq.blocks_sealed = 0;
+        seq.windows_sealed = 0;
+        match seq.state {
+            State::Unwinding { recompute: true } => {
+                self.numbers.recomputed += 1;
+                self.start_local(id);
+            }
+            State::Unwinding { recompute: false }
+            | State::Pulling { .. }
+            | State::Waiting
+            | State::Prefilling
+            | State::Decoding => self.drop_sequence(id),
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! The prefill side of a hand-off: prompts of decode workers, and the pages lent to them.
+
+use super::sequence::{Origin, Sequence, State};
+use super::{Worker, pages};
+use crate::engine::FailureKind;
+use crate::glue::handoff::{TagContext, offer, page_of};
+use crate::glue::payload::{FirstToken, PrefillRequest};
+use crate::scheduler::SeqId;
+use dsv4_model::sample::Sampled;
+use kv_pool::{BLOCK_TOKENS, Owner, PageRef, PlanEntry, PoolKind, Proof, handoff_plan, plan_hash};
+use pd_transfer::id::PeerId;
+use pd_transfer::sender::Proof as ReleaseProof;
+use pd_transfer::wire::{AttemptId, FinalRecord};
+use std::sync::Arc;
+
+/// Why a prefill worker refuses an attempt; travels in `Reject`.
+pub mod code {
+    use pd_transfer::wire::code::UPPER;
+
+    /// The request makes no sense to this worker.
+    pub const BAD_REQUEST: u16 = UPPER;
+    /// No room for it now.
+    pub const BUSY: u16 = UPPER + 1;
+    /// It was accepted and then failed here.
+    pub const FAILED: u16 = UPPER + 2;
+}
+
+/// Pages that a peer may read until it says that it is done or its link is fenced.
+#[derive(Debug)]
+pub(super) struct Lent {
+    /// The sequence whose promise of pages stands until they are back.
+    seq: SeqId,
+    reader: Owner,
+    pages: Vec<PageRef>,
+}
+
+impl Worker {
+    /// A decode worker wants a prompt computed.
+    pub(super) fn requested(&mut self, attempt: AttemptId, peer: PeerId, request: &[u8], have: u32) {
+        if let Err((code, text)) = self.try_request(attempt, peer, request, have) {
+            tracing::warn!(%attempt, code, text, "prefill request refused");
+            self.command(attempt, |driver| driver.reject(attempt, code, &text));
+        }
+    }
+
+    fn try_request(
+        &mut self,
+        attempt: AttemptId,
+        peer: PeerId,
+        request: &[u8],
+        have: u32,
+    ) -> Result<(), (u16, String)> {
+        let vocab = self.model.config().vocab_size;
+        let request = PrefillRequest::decode(request, vocab)
+            .map_err(|error| (code::BAD_REQUEST, error.to_string()))?;
+        let (tokens, limit) = (request.prompt.len(), self.config.context_length as usize);
+        if tokens > limit {
+            let text = format!("the prompt has {tokens} tokens, this prefill worker takes {limit}");
+            return Err((code::BAD_REQUEST, text));
+        }
+        let need = pages::need(&self.config, tokens, 0);
+        if !self.scheduler.could_fit(need) {
+            let text = format!("a prompt of {tokens} tokens never fits this worker's pages");
+            return Err((code::BAD_REQUEST, text));
+        }
+        if self.scheduler.waiting() >= self.config.max_queued as usize {
+            let text = format!("{} prompts are waiting already", self.scheduler.waiting());
+            return Err((code::BUSY, text));
+        }
+        let Some(link) = &self.link else { return Ok(()) };
+        let id = self.next_id;
+        self.next_id += 1;
+        let context = Arc::new(TagContext::new(link.fingerprint, &request.prompt));
+        let plan = handoff_plan(self.pools.geometry(), tokens as u32, have);
+        let seq = Sequence {
+            id,
+            name: request.id,
+            origin: Origin::Peer { attempt, plan, blocks_offered: have, offered: Vec::new() },
+            state: State::Waiting,
+            prompt_len: tokens,
+            tokens: request.prompt,
+            computed: 0,
+            table: None,
+            owner: Owner::Sequence(id),
+            sampling: request.sampling,
+            max_tokens: 1,
+            stop_tokens: Vec::new(),
+            blocks_sealed: 0,
+            windows_sealed: 0,
+            context: Some(context),
+            peer: Some(peer),
+            quarantined: Vec::new(),
+        };
+        self.sequences.insert(id, seq);
+        self.attempts.insert(attempt, id);
+        self.scheduler.enqueue(id, need);
+        Ok(())
+    }
+
+    /// Offers blocks that have become complete, while the rest of the prompt is computed.
+    pub(super) fn offer_blocks(&mut self, id: SeqId) {
+        let Some(seq) = self.sequences.get_mut(&id) else { return };
+        let Origin::Peer { plan, blocks_offered, .. } = &mut seq.origin else { return };
+        let complete = seq.computed / BLOCK_TOKENS;
+        let from = *blocks_offered;
+        if complete <= from {
+            return;
+        }
+        let ripe: Vec<PlanEntry> = plan
+            .iter()
+            .filter(|e| e.pool == PoolKind::Block && (from..complete).contains(&e.page_no))
+            .copied()
+            .collect();
+        *blocks_offered = complete;
+        self.lend(id, &ripe);
+    }
+
+    /// The prompt is computed: offers the rest and the first token.
+    pub(super) fn finish_push(&mut self, id: SeqId, sampled: Sampled) {
+        let Some(seq) = self.sequences.get_mut(&id) else { return };
+        let Origin::Peer { plan, blocks_offered, .. } = &mut seq.origin else { return };
+        let from = *blocks_offered;
+        let rest: Vec<PlanEntry> = plan
+            .iter()
+            .filter(|e| e.pool != PoolKind::Block || e.page_no >= from)
+            .copied()
+            .collect();
+        let Some(table) = &seq.table else { return };
+        // The part-filled pages are snapshots from now on: nothing writes to them any more.
+        let open: Vec<PageRef> = table
+            .all_pages()
+            .filter(|page| self.pools.is_filling(*page))
+            .collect();
+        for page in open {
+            if let Err(error) = self.pools.seal(page) {
+                panic!("seal the pages of sequence {id}: {error}");
+            }
+        }
+        if !self.lend(id, &rest) {
+            return;
+        }
+        let Some(seq) = self.sequences.get(&id) else { return };
+        let Origin::Peer { attempt, plan, offered, .. } = &seq.origin else { return };
+        let first = FirstToken { tokens: seq.prompt_len as u32, sampled };
+        let record = FinalRecord::new(plan_hash(plan), offered, first.encode());
+        let attempt = *attempt;
+        self.command(attempt, |driver| driver.finish(attempt, record));
+        self.numbers.ended[0] += 1;
+        self.numbers.handoffs += 1;
+        self.drop_sequence(id);
+    }
+
+    /// Offers pages and marks them as read by the peer; false if the sequence failed over it.
+    fn lend(&mut self, id: SeqId, entries: &[PlanEntry]) -> bool {
+        let Some(seq) = self.sequences.get_mut(&id) else { return false };
+        let (Some(table), Some(context)) = (&seq.table, &seq.context) else { return false };
+        let items = match offer(&self.pools, table, context, entries) {
+            Ok(items) => items,
+            Err(error) => {
+                tracing::error!(%error, sequence = id, "offer pages");
+                self.end_failed(id, FailureKind::Internal, "the pages could not be offered");
+                return false;
+            }
+        };
+        let Origin::Peer { attempt, offered, .. } = &mut seq.origin else { return false };
+        let attempt = *attempt;
+        let lent = self
+            .lent
+            .entry(attempt)
+            .or_insert_with(|| Lent { seq: id, reader: Owner::RemoteReader(id), pages: Vec::new() });
+        for entry in entries {
+            let Some(page) = page_of(table, entry) else { continue };
+            if lent.pages.contains(&page) {
+                continue;
+            }
+            if let Err(error) = self.pools.add_owner(page, lent.reader) {
+                panic!("lend a page of sequence {id}: {error}");
+            }
+            lent.pages.push(page);
+        }
+        offered.extend(items.iter().cloned());
+        self.command(attempt, |driver| driver.ready(attempt, items));
+        true
+    }
+
+    /// The peer has called the attempt off, or is gone: stop computing.
+    pub(super) fn cancelled(&mut self, attempt: AttemptId) {
+        if let Some(id) = self.attempts.get(&attempt).copied() {
+            self.cancel(id);
+        }
+    }
+
+    /// No read of the attempt's pages can happen any more.
+    pub(super) fn release(&mut self, attempt: AttemptId, proof: ReleaseProof) {
+        self.cancelled(attempt);
+        self.routes.remove(&attempt);
+        let proof = match proof {
+            ReleaseProof::PeerAcknowledged => Proof::PeerAcknowledged,
+            ReleaseProof::LinkFenced => Proof::LinkFenced,
+        };
+        let Some(lent) = self.lent.remove(&attempt) else { return };
+        self.scheduler.remove(lent.seq);
+        for page in lent.pages {
+            if let Err(error) = self.pools.remove_owner(page, lent.reader, Some(proof)) {
+                panic!("take back a page of attempt {attempt}: {error}");
+            }
+        }
+    }
+}

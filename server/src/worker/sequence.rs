@@ -1,0 +1,151 @@
+//! One sequence: its tokens, its pages and where it stands.
+
+use crate::engine::{Event, FailureKind, FinishReason, GenerateRequest, Usage};
+use crate::glue::handoff::TagContext;
+use crate::scheduler::SeqId;
+use dsv4_model::sample::{Sampled, SamplingParams};
+use kv_pool::{Owner, PageRef, PageTable, PlanEntry};
+use pd_transfer::id::PeerId;
+use pd_transfer::wire::{AttemptId, Item};
+use std::sync::Arc;
+use tokio::sync::mpsc::UnboundedSender;
+
+/// Who wants the sequence.
+#[derive(Debug)]
+pub(super) enum Origin {
+    /// A client of this process.
+    Client {
+        /// Where its events go.
+        events: UnboundedSender<Event>,
+    },
+    /// A decode worker that wants the prompt computed.
+    Peer {
+        /// Its attempt.
+        attempt: AttemptId,
+        /// All that has to be handed over.
+        plan: Vec<PlanEntry>,
+        /// Blocks offered so far.
+        blocks_offered: u32,
+        /// Items offered so far, in order.
+        offered: Vec<Item>,
+    },
+}
+
+/// Where a sequence stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    /// Not admitted.
+    Waiting,
+    /// Its pages are being pulled.
+    Pulling {
+        /// Attempt.
+        attempt: AttemptId,
+    },
+    /// The attempt has failed or was called off; pages are freed once our own reads have ended.
+    Unwinding {
+        /// Compute the prompt here afterwards.
+        recompute: bool,
+    },
+    /// Its prompt is being computed here.
+    Prefilling,
+    /// It generates.
+    Decoding,
+}
+
+/// One sequence of a worker.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub(super) id: SeqId,
+    pub(super) name: String,
+    pub(super) origin: Origin,
+    pub(super) state: State,
+    /// Prompt, then output.
+    pub(super) tokens: Vec<u32>,
+    pub(super) prompt_len: usize,
+    /// Tokens whose rows are in the pages.
+    pub(super) computed: u32,
+    pub(super) table: Option<PageTable>,
+    pub(super) owner: Owner,
+    pub(super) sampling: SamplingParams,
+    pub(super) max_tokens: u32,
+    pub(super) stop_tokens: Vec<u32>,
+    pub(super) blocks_sealed: u32,
+    pub(super) windows_sealed: u32,
+    pub(super) context: Option<Arc<TagContext>>,
+    pub(super) peer: Option<PeerId>,
+    pub(super) quarantined: Vec<PageRef>,
+}
+
+impl Sequence {
+    pub(super) fn of_client(
+        id: SeqId,
+        request: GenerateRequest,
+        events: UnboundedSender<Event>,
+    ) -> Self {
+        Self {
+            id,
+            name: request.id,
+            origin: Origin::Client { events },
+            state: State::Waiting,
+            prompt_len: request.prompt.len(),
+            tokens: request.prompt,
+            computed: 0,
+            table: None,
+            owner: Owner::Sequence(id),
+            sampling: request.sampling,
+            max_tokens: request.max_tokens,
+            stop_tokens: request.stop_tokens,
+            blocks_sealed: 0,
+            windows_sealed: 0,
+            context: None,
+            peer: None,
+            quarantined: Vec::new(),
+        }
+    }
+
+    /// Says that the output is lost.
+    pub(super) fn fail(&self, kind: FailureKind, message: &str) {
+        if let Origin::Client { events } = &self.origin {
+            // A client that has gone needs no answer.
+            let _ = events.send(Event::Failed { kind, message: message.to_owned() });
+        }
+    }
+
+    /// Takes the next token, wherever it came from; says whether the output goes on.
+    pub(super) fn commit(&mut self, sampled: Sampled) -> Commit {
+        let Origin::Client { events } = &self.origin else { return Commit::Ended };
+        let token = sampled.token;
+        let output = (self.tokens.len() - self.prompt_len) as u32;
+        if self.stop_tokens.contains(&token) {
+            return self.finish(FinishReason::Stop, output);
+        }
+        if events.send(Event::Token(sampled)).is_err() {
+            return Commit::Gone;
+        }
+        self.tokens.push(token);
+        if output + 1 >= self.max_tokens {
+            return self.finish(FinishReason::Length, output + 1);
+        }
+        Commit::GoesOn
+    }
+
+    fn finish(&self, reason: FinishReason, completion_tokens: u32) -> Commit {
+        let usage =
+            Usage { prompt_tokens: self.prompt_len as u32, completion_tokens, cached_tokens: 0 };
+        if let Origin::Client { events } = &self.origin {
+            let _ = events.send(Event::Finished { reason, usage });
+        }
+        Commit::Ended
+    }
+}
+
+/// What becomes of a sequence after a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Commit {
+    /// More tokens are wanted.
+    GoesOn,
+    /// The output is complete.
+    Ended,
+    /// The client has gone.
+    Gone,
+}

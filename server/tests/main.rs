@@ -1,0 +1,14 @@
+//! Integration tests of the server: HTTP API and router.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+#[path = "main/client.rs"]
+mod client;
+#[path = "main/fake.rs"]
+mod fake;
+#[path = "main/http.rs"]
+mod http;
+#[path = "main/recipe.rs"]
+mod recipe;
+#[path = "main/router.rs"]
+mod router;

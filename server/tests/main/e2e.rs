@@ -1,0 +1,28 @@
+//! End to end: real processes, real HTTP, the mini model.
+
+#[path = "e2e/accounts.rs"]
+mod accounts;
+#[path = "e2e/client.rs"]
+mod client;
+#[path = "e2e/cluster.rs"]
+mod cluster;
+#[path = "e2e/corpus.rs"]
+mod corpus;
+#[path = "e2e/damage.rs"]
+mod damage;
+#[path = "e2e/openai_client.rs"]
+mod openai_client;
+#[path = "e2e/processes.rs"]
+mod processes;
+#[path = "e2e/prompts.rs"]
+mod prompts;
+#[path = "e2e/same_answers.rs"]
+mod same_answers;
+#[path = "e2e/service.rs"]
+mod service;
+#[path = "e2e/sessions.rs"]
+mod sessions;
+#[path = "e2e/tamper.rs"]
+mod tamper;
+#[path = "e2e/turns.rs"]
+mod turns;

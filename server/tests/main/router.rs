@@ -1,0 +1,422 @@
+//! The router in front of workers that do what a test says.
+
+use crate::client::{Client, read_some};
+use axum::Router;
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::{HeaderMap, Method, Response, StatusCode};
+use axum::routing::{get, post};
+use bytes::Bytes;
+use dsv4_server::http::serve;
+use dsv4_server::router::{ReverseProxy, RouterConfig, app};
+use futures_util::stream;
+use serde_json::{Value, json};
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::oneshot;
+
+const CHAT: &str = "/v1/chat/completions";
+
+/// The test's end of a streamed answer.
+struct Open {
+    pieces: UnboundedSender<Result<Bytes, std::io::Error>>,
+    left: oneshot::Receiver<()>,
+}
+
+enum Plan {
+    Answer(StatusCode, &'static str),
+    /// Streams what the test sends.
+    Stream(&'static str),
+}
+
+struct WorkerState {
+    name: &'static str,
+    health: Mutex<StatusCode>,
+    plans: Mutex<VecDeque<Plan>>,
+    seen: Mutex<Vec<(HeaderMap, Bytes)>>,
+    opened: UnboundedSender<Open>,
+}
+
+/// A worker that answers as planned.
+struct Worker {
+    state: Arc<WorkerState>,
+    address: SocketAddr,
+    opened: UnboundedReceiver<Open>,
+}
+
+async fn answer(
+    State(state): State<Arc<WorkerState>>,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Response<Body> {
+    state.seen.lock().unwrap().push((headers, body));
+    let plan = state.plans.lock().unwrap().pop_front();
+    let response = Response::builder().header("x-worker", state.name);
+    match plan.unwrap_or(Plan::Answer(StatusCode::OK, "{}")) {
+        Plan::Answer(status, body) => {
+            response.status(status).header("retry-after", "9").body(Body::from(body)).unwrap()
+        }
+        Plan::Stream(kind) => {
+            let (pieces, receiver) = unbounded_channel();
+            let (leave, left) = oneshot::channel();
+            state.opened.send(Open { pieces, left }).unwrap();
+            // `leave` is dropped with the body.
+            let body = stream::unfold((receiver, leave), |(mut receiver, leave)| async move {
+                Some((receiver.recv().await?, (receiver, leave)))
+            });
+            response.header("content-type", kind).body(Body::from_stream(body)).unwrap()
+        }
+    }
+}
+
+impl Worker {
+    async fn start(name: &'static str) -> Self {
+        let (sender, opened) = unbounded_channel();
+        let state = Arc::new(WorkerState {
+            name,
+            health: Mutex::new(StatusCode::OK),
+            plans: Mutex::default(),
+            seen: Mutex::default(),
+            opened: sender,
+        });
+        let health = |State(state): State<Arc<WorkerState>>| async move {
+            let status = *state.health.lock().unwrap();
+            (status, json!({"status": "x", "reason": "because"}).to_string())
+        };
+        let stats = || async { json!({"info": {"model": "m"}, "workers": []}).to_string() };
+        let app = Router::new()
+            .route("/health", get(health))
+            .route("/stats.json", get(stats))
+            .route("/v1/models", get(answer))
+            .route(CHAT, post(answer))
+            .with_state(Arc::clone(&state));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(serve(listener, app, std::future::pending()));
+        Self { state, address, opened }
+    }
+
+    fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    fn plan(&self, plan: Plan) {
+        self.state.plans.lock().unwrap().push_back(plan);
+    }
+
+    fn requests(&self) -> usize {
+        self.state.seen.lock().unwrap().len()
+    }
+
+    fn set_health(&self, status: StatusCode) {
+        *self.state.health.lock().unwrap() = status;
+    }
+}
+
+/// A router whose health checks the test makes.
+struct Front {
+    proxy: ReverseProxy,
+    client: Client,
+}
+
+impl Front {
+    async fn over(workers: &[String], configure: impl FnOnce(&mut RouterConfig)) -> Self {
+        let mut config = RouterConfig { workers: workers.to_vec(), ..RouterConfig::default() };
+        configure(&mut config);
+        let proxy = ReverseProxy::new(config).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = Client::new(listener.local_addr().unwrap());
+        tokio::spawn(serve(listener, proxy.app(), std::future::pending()));
+        proxy.check_workers().await;
+        Self { proxy, client }
+    }
+}
+
+/// An address at which nothing listens.
+async fn nowhere() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    format!("http://{}", listener.local_addr().unwrap())
+}
+
+/// A worker that is healthy until told otherwise, and gives no HTTP answer to anything else: it
+/// hands the connection to the test.
+struct Mute {
+    url: String,
+    dead: Arc<AtomicBool>,
+    connections: UnboundedReceiver<TcpStream>,
+}
+
+impl Mute {
+    async fn start() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let dead = Arc::new(AtomicBool::new(false));
+        let (sender, connections) = unbounded_channel();
+        let is_dead = Arc::clone(&dead);
+        tokio::spawn(async move {
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                let mut head = Vec::new();
+                while !head.windows(4).any(|end| end == b"\r\n\r\n") {
+                    if read_some(&stream, &mut head).await == 0 {
+                        break;
+                    }
+                }
+                if !head.starts_with(b"GET /health") {
+                    // Nobody may be waiting for it.
+                    let _ = sender.send(stream);
+                } else if !is_dead.load(Ordering::SeqCst) {
+                    let ok = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}";
+                    stream.writable().await.unwrap();
+                    assert_eq!(stream.try_write(ok).unwrap(), ok.len());
+                }
+            }
+        });
+        Self { url, dead, connections }
+    }
+}
+
+#[tokio::test]
+async fn requests_go_to_ready_workers_in_turn() {
+    let (a, b) = (Worker::start("a").await, Worker::start("b").await);
+    let front = Front::over(&[a.url(), b.url(), nowhere().await], |_| {}).await;
+    for _ in 0..6 {
+        let answer = front.client.post(CHAT, &json!({"x": 1})).await;
+        assert_eq!(answer.status, 200);
+    }
+    assert_eq!((a.requests(), b.requests()), (3, 3));
+    let (headers, body) = a.state.seen.lock().unwrap()[0].clone();
+    assert_eq!(body, json!({"x": 1}).to_string());
+    assert_eq!(headers["host"], a.address.to_string());
+    assert!(headers["x-request-id"].to_str().unwrap().starts_with("req-"));
+
+    // A worker that is not ready gets none, and is asked again.
+    b.set_health(StatusCode::SERVICE_UNAVAILABLE);
+    front.proxy.check_workers().await;
+    for _ in 0..3 {
+        front.client.post(CHAT, &json!({})).await;
+    }
+    assert_eq!((a.requests(), b.requests()), (6, 3));
+    let health = front.client.get("/health").await;
+    assert_eq!(health.status, 200);
+    let workers = &health.json()["workers"];
+    assert_eq!(workers[1]["status"], "not ready");
+    assert_eq!(workers[1]["reason"], "because");
+    assert_eq!(workers[2]["status"], "silent");
+    b.set_health(StatusCode::OK);
+    front.proxy.check_workers().await;
+    front.client.post(CHAT, &json!({})).await;
+    front.client.post(CHAT, &json!({})).await;
+    assert_eq!(b.requests(), 4);
+}
+
+#[tokio::test]
+async fn without_a_ready_worker_there_is_503() {
+    let a = Worker::start("a").await;
+    a.set_health(StatusCode::SERVICE_UNAVAILABLE);
+    let front = Front::over(&[a.url(), nowhere().await], |config| config.retry_after_s = 5).await;
+    for path in ["/health", "/v1/models"] {
+        assert_eq!(front.client.get(path).await.status, 503, "{path}");
+    }
+    let answer = front.client.post(CHAT, &json!({})).await;
+    assert_eq!(answer.status, 503);
+    assert_eq!(answer.header("retry-after"), Some("5"));
+    assert_eq!(answer.json()["error"]["code"], "no_worker");
+    assert_eq!(a.requests(), 0);
+}
+
+#[tokio::test]
+async fn before_an_answer_another_worker_is_tried() {
+    let (a, b, mut mute) =
+        (Worker::start("a").await, Worker::start("b").await, Mute::start().await);
+    // Closes every connection without an answer.
+    let closing = tokio::spawn(async move { while mute.connections.recv().await.is_some() {} });
+    let front = Front::over(&[mute.url.clone(), a.url(), b.url()], |_| {}).await;
+    for _ in 0..3 {
+        a.plan(Plan::Answer(StatusCode::SERVICE_UNAVAILABLE, "{}"));
+    }
+    for _ in 0..3 {
+        let answer = front.client.post(CHAT, &json!({"keep": "me"})).await;
+        assert_eq!(answer.status, 200);
+        assert_eq!(answer.header("x-worker"), Some("b"));
+    }
+    assert_eq!(b.requests(), 3);
+    assert!(b.state.seen.lock().unwrap().iter().all(|(_, body)| body == "{\"keep\":\"me\"}"));
+    // The one that broke the connection got no second chance without a health check.
+    let health = front.client.get("/health").await.json();
+    assert_eq!(health["workers"][0]["status"], "silent");
+    assert_eq!(health["workers"][0]["requests"], 1);
+    assert_eq!(health["workers"][0]["failures"], 1);
+    closing.abort();
+}
+
+#[tokio::test]
+async fn the_last_refusal_is_passed_on() {
+    let (a, b) = (Worker::start("a").await, Worker::start("b").await);
+    let front = Front::over(&[a.url(), b.url()], |_| {}).await;
+    for worker in [&a, &b] {
+        worker.plan(Plan::Answer(StatusCode::SERVICE_UNAVAILABLE, "full"));
+    }
+    let answer = front.client.post(CHAT, &json!({})).await;
+    assert_eq!((answer.status.as_u16(), answer.text()), (503, "full"));
+    assert_eq!(answer.header("retry-after"), Some("9"));
+    assert_eq!((a.requests(), b.requests()), (1, 1));
+    // Other errors are answers: they are not tried elsewhere.
+    for worker in [&a, &b] {
+        worker.plan(Plan::Answer(StatusCode::INTERNAL_SERVER_ERROR, "broken"));
+    }
+    let answer = front.client.post(CHAT, &json!({})).await;
+    assert_eq!((answer.status.as_u16(), answer.text()), (500, "broken"));
+    assert_eq!(a.requests() + b.requests(), 3);
+}
+
+#[tokio::test]
+async fn streams_pass_through_piece_by_piece() {
+    let mut a = Worker::start("a").await;
+    let front = Front::over(&[a.url()], |_| {}).await;
+    a.plan(Plan::Stream("text/event-stream"));
+    let mut stream = front.client.stream(CHAT, &json!({})).await;
+    let open = a.opened.recv().await.unwrap();
+    assert_eq!(stream.status, 200);
+    for text in ["one", "two", "three"] {
+        // Sent only after the one before was received.
+        open.pieces.send(Ok(Bytes::from(format!("data: {text}\n\n")))).unwrap();
+        assert_eq!(stream.event().await.unwrap(), text);
+    }
+    let under_way = |health: &Value| health["workers"][0]["under_way"].as_u64();
+    assert_eq!(under_way(&front.client.get("/health").await.json()), Some(1));
+    drop(open);
+    assert_eq!(stream.event().await, None);
+    assert_eq!(under_way(&front.client.get("/health").await.json()), Some(0));
+}
+
+#[tokio::test]
+async fn after_the_first_byte_nothing_is_tried_again() {
+    let (mut a, b) = (Worker::start("a").await, Worker::start("b").await);
+    let front = Front::over(&[a.url()], |_| {}).await;
+    for (kind, events) in [("text/event-stream", true), ("application/json", false)] {
+        a.plan(Plan::Stream(kind));
+        let mut stream = front.client.stream(CHAT, &json!({})).await;
+        let open = a.opened.recv().await.unwrap();
+        open.pieces.send(Ok(Bytes::from_static(b"data: one\n\n"))).unwrap();
+        assert_eq!(stream.event().await.unwrap(), "one");
+        open.pieces.send(Err(std::io::Error::other("worker died"))).unwrap();
+        if events {
+            let error: Value = serde_json::from_str(&stream.event().await.unwrap()).unwrap();
+            assert_eq!(error["error"]["code"], "bad_gateway");
+            assert_eq!(stream.event().await, None);
+        } else {
+            stream.piece().await.unwrap().unwrap_err();
+        }
+    }
+    assert_eq!((a.requests(), b.requests()), (2, 0));
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_is_noticed_by_the_worker() {
+    let mut a = Worker::start("a").await;
+    let front = Front::over(&[a.url()], |_| {}).await;
+    a.plan(Plan::Stream("text/event-stream"));
+    let stream = front.client.stream(CHAT, &json!({})).await;
+    let open = a.opened.recv().await.unwrap();
+    drop(stream);
+    // Dropped with the body.
+    open.left.await.unwrap_err();
+
+    // Before there is an answer, too.
+    let mut mute = Mute::start().await;
+    let front = Front::over(std::slice::from_ref(&mute.url), |_| {}).await;
+    let client = front.client.clone();
+    let asked = tokio::spawn(async move { client.post(CHAT, &json!({})).await });
+    let connection = mute.connections.recv().await.unwrap();
+    asked.abort();
+    while read_some(&connection, &mut Vec::new()).await > 0 {}
+}
+
+#[tokio::test]
+async fn a_worker_that_is_gone_is_not_waited_for() {
+    let (mut mute, b) = (Mute::start().await, Worker::start("b").await);
+    b.set_health(StatusCode::SERVICE_UNAVAILABLE);
+    let front = Front::over(&[mute.url.clone(), b.url()], |_| {}).await;
+    let client = front.client.clone();
+    let asked = tokio::spawn(async move { client.post(CHAT, &json!({})).await });
+    let connection = mute.connections.recv().await.unwrap();
+    b.set_health(StatusCode::OK);
+    mute.dead.store(true, Ordering::SeqCst);
+    for _ in 0..3 {
+        front.proxy.check_workers().await;
+    }
+    let answer = asked.await.unwrap();
+    assert_eq!(answer.header("x-worker"), Some("b"));
+    drop(connection);
+}
+
+#[tokio::test]
+async fn too_many_requests_are_refused() {
+    let mut a = Worker::start("a").await;
+    let front = Front::over(&[a.url()], |config| {
+        config.max_queued_requests = 1;
+        config.max_body_bytes = 100;
+    })
+    .await;
+    a.plan(Plan::Stream("text/event-stream"));
+    let stream = front.client.stream(CHAT, &json!({})).await;
+    let open = a.opened.recv().await.unwrap();
+    let answer = front.client.post(CHAT, &json!({})).await;
+    assert_eq!(answer.status, 503);
+    assert_eq!(answer.json()["error"]["code"], "queue_full");
+    assert_eq!(answer.header("retry-after"), Some("1"));
+    drop(open);
+    assert_eq!(stream.events().await, Vec::<String>::new());
+    let answer = front.client.post(CHAT, &json!({"x": "y".repeat(100)})).await;
+    assert_eq!(answer.status, 413);
+    assert_eq!(front.client.post(CHAT, &json!({})).await.status, 200);
+}
+
+#[tokio::test]
+async fn the_router_has_its_own_pages() {
+    let a = Worker::start("a").await;
+    let front = Front::over(&[a.url(), nowhere().await], |_| {}).await;
+    assert_eq!(front.client.get("/v1/models").await.status, 200);
+    let stats = front.client.get("/stats.json").await.json();
+    assert_eq!(stats["process"], "router");
+    assert_eq!(stats["info"]["model"], "m");
+    assert_eq!(stats["processes"][0]["stats"]["workers"], json!([]));
+    assert_eq!(stats["processes"][1]["stats"], Value::Null);
+    let metrics = front.client.get("/metrics").await;
+    let ready = format!("dsv4_router:worker_ready{{worker=\"{}\"}} 1", a.address);
+    assert!(metrics.text().lines().any(|line| line == ready), "{}", metrics.text());
+    let served = "dsv4_router:responses_total{handler=\"/v1/models\",status=\"200\"} 1";
+    assert!(metrics.text().lines().any(|line| line == served), "{}", metrics.text());
+    assert_eq!(
+        front.client.get("/").await.header("content-type"),
+        Some("text/html; charset=utf-8")
+    );
+    assert_eq!(front.client.get("/v1/x").await.status, 404);
+    let wrong = front.client.ask(Method::DELETE, CHAT, &[], "").await;
+    assert_eq!(wrong.status, 405);
+    assert!(wrong.header("x-request-id").is_some());
+}
+
+#[tokio::test]
+async fn health_is_checked_in_the_background() {
+    let a = Worker::start("a").await;
+    let config = RouterConfig {
+        workers: vec![a.url()],
+        health_interval: Duration::from_millis(1),
+        ..RouterConfig::default()
+    };
+    let router = app(config).unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let client = Client::new(listener.local_addr().unwrap());
+    let served = tokio::spawn(serve(listener, router, std::future::pending()));
+    while client.get("/health").await.status != 200 {}
+    a.set_health(StatusCode::SERVICE_UNAVAILABLE);
+    while client.get("/health").await.status == 200 {}
+    served.abort();
+}

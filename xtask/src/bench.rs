@@ -1,0 +1,134 @@
+//! Benches: run them, keep a record, compare two records.
+//!
+//! A bench prints lines `figure NAME VALUE UNIT`; those are what a record holds.
+
+mod machine;
+mod record;
+
+use crate::metadata::{self, Package, Target};
+use crate::sh::{self, Watch};
+use anyhow::{Context as _, Result, bail};
+pub(crate) use record::compare;
+use record::{Figure, Record};
+
+/// Features that ask for something which not every machine has.
+const NOT_EVERYWHERE: [&str; 2] = ["cuda", "ucx"];
+
+/// Which benches to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Suite {
+    /// The whole server: requests, hand-off, scheduling.
+    Engine,
+    /// Operations of dsa-kernels.
+    Kernels,
+    /// Pool, digests, plans.
+    KvPool,
+    /// Hand-off over each transport.
+    PdTransfer,
+    /// Forward pass.
+    Model,
+    /// The prefix tree.
+    Hicache,
+    /// Every bench that this machine can run.
+    All,
+}
+
+impl Suite {
+    /// Crate whose benches make up the suite; `None` for all crates.
+    fn package(self) -> Option<&'static str> {
+        match self {
+            Self::Engine => Some("server"),
+            Self::Kernels => Some("dsa-kernels"),
+            Self::KvPool => Some("kv-pool"),
+            Self::PdTransfer => Some("pd-transfer"),
+            Self::Model => Some("dsv4-model"),
+            Self::Hicache => Some("hicache"),
+            Self::All => None,
+        }
+    }
+}
+
+/// Runs the benches of `suite`, writes a record and prints all figures once more.
+pub(crate) fn run(suite: Suite) -> Result<()> {
+    let packages = metadata::packages()?;
+    let mut figures = Vec::new();
+    let mut failed = Vec::new();
+    let mut runs = 0;
+    for (package, target) in benches(&packages, suite) {
+        let needs = |feature: &&String| NOT_EVERYWHERE.contains(&feature.as_str());
+        if let Some(feature) = target.required_features.iter().find(needs) {
+            println!("{} {} is left out: it needs {feature}", package.name, target.name);
+            continue;
+        }
+        runs += 1;
+        let mut command = sh::cargo();
+        command.args(["bench", "-p", &package.name, "--bench", &target.name]);
+        if !target.required_features.is_empty() {
+            command.args(["--features", &target.required_features.join(",")]);
+        }
+        let ok = sh::run_watched(&mut command, Watch::Stdout, &mut |line| {
+            figures.extend(Figure::parse(line));
+        })?;
+        if !ok {
+            failed.push(format!("{} {}", package.name, target.name));
+        }
+    }
+    if runs == 0 {
+        bail!("there is no such bench");
+    }
+    let record = Record::now(figures)?;
+    let path = record.write()?;
+    println!("\nrecord {}", path.display());
+    for figure in &record.figures {
+        println!("{figure}");
+    }
+    if !failed.is_empty() {
+        bail!("benches failed: {}", failed.join(", "));
+    }
+    Ok(())
+}
+
+/// Bench targets of a suite; the load run belongs to the tests.
+fn benches(packages: &[Package], suite: Suite) -> Vec<(&Package, &Target)> {
+    let wanted = |package: &&Package| suite.package().is_none_or(|name| package.name == name);
+    let mut benches = Vec::new();
+    for package in packages.iter().filter(wanted) {
+        let targets = package.targets_of("bench").filter(|target| target.name != "load");
+        benches.extend(targets.map(|target| (package, target)));
+    }
+    benches
+}
+
+/// Commit of the tree, with `-dirty` where files differ from it.
+fn commit() -> Result<String> {
+    let mut git = sh::command("git");
+    git.args(["rev-parse", "--short=12", "HEAD"]);
+    let Ok(hash) = sh::output(&mut git) else { return Ok("uncommitted".to_owned()) };
+    let mut git = sh::command("git");
+    git.args(["status", "--porcelain", "--untracked-files=no"]);
+    let changes = sh::output(&mut git).context("ask git for changes")?;
+    let dirty = if changes.trim().is_empty() { "" } else { "-dirty" };
+    Ok(format!("{}{dirty}", hash.trim()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_suite_names_a_crate_of_the_workspace() {
+        use clap::ValueEnum as _;
+        let packages = metadata::packages().unwrap();
+        for suite in Suite::value_variants() {
+            if let Some(name) = suite.package() {
+                assert!(packages.iter().any(|package| package.name == name), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_load_run_is_no_bench() {
+        let packages = metadata::packages().unwrap();
+        assert!(benches(&packages, Suite::All).iter().all(|(_, target)| target.name != "load"));
+    }
+}

@@ -1,0 +1,98 @@
+//! What `.ci/run` does, in order and with times.
+
+use crate::test::{Layer, Runner};
+use crate::{docs, external, fences, python, sh, test, tidy, versions};
+use anyhow::{Context as _, Result};
+use std::time::Instant;
+
+/// A step with its name.
+type Step = (&'static str, fn() -> Result<()>);
+
+/// Steps in order: what fails fast first, the tests last, so that the closing line of the test
+/// runner is the last output.
+const STEPS: [Step; 10] = [
+    ("fmt", fmt),
+    ("tidy", tidy::run),
+    ("fences", fences::run),
+    ("versions", versions::check),
+    ("clippy", clippy),
+    ("docs", docs::run),
+    ("python", || python::ensure().map(drop)),
+    ("build", build),
+    ("external", external::run),
+    ("test", tests),
+];
+
+/// Runs every step; the first that fails ends the run.
+pub(crate) fn run() -> Result<()> {
+    let started = Instant::now();
+    for (name, step) in STEPS {
+        println!("\n== {name} ({:.0} s so far)", started.elapsed().as_secs_f64());
+        step().with_context(|| format!("step {name}"))?;
+    }
+    Ok(())
+}
+
+/// `cargo xtask check`: everything but docs, builds and tests, and each crate alone.
+pub(crate) fn check() -> Result<()> {
+    fmt()?;
+    tidy::run()?;
+    fences::run()?;
+    versions::check()?;
+    clippy()?;
+    each_crate_alone()
+}
+
+fn fmt() -> Result<()> {
+    sh::run(sh::cargo().args(["fmt", "--all", "--check"]))
+}
+
+fn clippy() -> Result<()> {
+    let mut command = sh::cargo();
+    command.args(["clippy", "--workspace", "--all-targets", "--all-features", "--locked"]);
+    command.args(["--", "-D", "warnings"]);
+    sh::run(&mut command)
+}
+
+/// Features of other crates in the workspace can hide a missing one; so each library is checked
+/// alone, and the cores without their standard-library feature.
+fn each_crate_alone() -> Result<()> {
+    for package in crate::metadata::packages()?.iter().filter(|package| package.has_library()) {
+        sh::run(sh::cargo().args(["check", "--locked", "-p", &package.name]))?;
+        if fences::CORES.contains(&package.name.as_str()) {
+            let mut core = sh::cargo();
+            core.args(["check", "--locked", "-p", &package.name, "--lib", "--no-default-features"]);
+            sh::run(&mut core)?;
+        }
+    }
+    Ok(())
+}
+
+/// Everything in the dev profile, which the tests use, and the server as the README starts it.
+fn build() -> Result<()> {
+    each_core_without_std()?;
+    let mut command = sh::cargo();
+    command.args(["build", "--workspace", "--all-targets", "--all-features", "--locked"]);
+    sh::run(&mut command)?;
+    sh::run(sh::cargo().args(["build", "--release", "--locked", "-p", "server"]))
+}
+
+fn each_core_without_std() -> Result<()> {
+    for core in fences::CORES {
+        let mut command = sh::cargo();
+        command.args(["check", "--locked", "-p", core, "--lib", "--no-default-features"]);
+        sh::run(&mut command)?;
+    }
+    Ok(())
+}
+
+fn tests() -> Result<()> {
+    test::run(Layer::All, commit_seed(), Runner::Installed)
+}
+
+/// A seed that is another one for each commit and the same for each run of it.
+fn commit_seed() -> Option<u64> {
+    let mut git = sh::command("git");
+    let hash = sh::output(git.args(["rev-parse", "--short=12", "HEAD"])).ok()?;
+    u64::from_str_radix(hash.trim().get(..12)?, 16).ok()
+}

@@ -1,0 +1,162 @@
+//! Checks, tests, benches and release tasks: `cargo xtask --help`.
+
+#![forbid(unsafe_code)]
+#![expect(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a command-line tool talks on its standard streams"
+)]
+
+mod bench;
+mod ci;
+mod docs;
+mod external;
+mod fences;
+mod hooks;
+mod lex;
+mod metadata;
+mod python;
+mod sh;
+mod test;
+mod tidy;
+mod unsafe_audit;
+mod versions;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Tasks of this workspace.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", arg_required_else_help = true)]
+struct Arguments {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Debug, Subcommand)]
+enum Task {
+    /// Formatting, tidy, fences, versions, clippy, each crate alone.
+    Check,
+    /// Rules about the text of the tree.
+    Tidy,
+    /// Edges between crates, unsafe code, IO-free cores; licences where cargo-deny is installed.
+    Fences,
+    /// Tests, by layer.
+    Test {
+        /// Layer to run.
+        #[arg(value_enum, default_value_t = test::Layer::All)]
+        layer: test::Layer,
+        /// Seed of randomised tests.
+        #[arg(long)]
+        seed: Option<u64>,
+        /// Use `cargo test` even where cargo-nextest is installed.
+        #[arg(long)]
+        plain: bool,
+    },
+    /// Benches; writes a record.
+    Bench {
+        #[command(subcommand)]
+        compare: Option<BenchTask>,
+        /// Benches to run.
+        #[arg(value_enum, default_value_t = bench::Suite::All)]
+        suite: bench::Suite,
+    },
+    /// Documentation with warnings as errors.
+    Docs,
+    /// A crate outside of the workspace that uses each library.
+    External,
+    /// Versions and changelogs.
+    Versions {
+        #[command(subcommand)]
+        task: VersionsTask,
+    },
+    /// Unsafe code against unsafe.toml.
+    UnsafeAudit {
+        /// Write unsafe.toml from the tree.
+        #[arg(long)]
+        bless: bool,
+    },
+    /// Makes .venv with the Python client for the end-to-end tests and prints its interpreter.
+    Python,
+    /// Installs the git hook.
+    Hooks,
+    /// What the git hook runs.
+    PreCommit,
+    /// Everything, as on the CI machine.
+    Ci,
+}
+
+#[derive(Debug, Subcommand)]
+enum BenchTask {
+    /// Ratios of two records.
+    Compare {
+        /// Record file, or its name below bench/record.
+        a: PathBuf,
+        /// The same for the newer one.
+        b: PathBuf,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+enum VersionsTask {
+    /// Checks them.
+    Check,
+}
+
+fn main() -> ExitCode {
+    match perform(Arguments::parse().task) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn perform(task: Task) -> Result<()> {
+    match task {
+        Task::Check => ci::check(),
+        Task::Tidy => tidy::run(),
+        Task::Fences => fences::run(),
+        Task::Test { layer, seed, plain } => {
+            let runner = if plain { test::Runner::Cargo } else { test::Runner::Installed };
+            test::run(layer, seed, runner)
+        }
+        Task::Bench { compare: Some(BenchTask::Compare { a, b }), .. } => bench::compare(&a, &b),
+        Task::Bench { compare: None, suite } => bench::run(suite),
+        Task::Docs => docs::run(),
+        Task::External => external::run(),
+        Task::Versions { task: VersionsTask::Check } => versions::check(),
+        Task::UnsafeAudit { bless } => unsafe_audit::run(bless),
+        Task::Python => {
+            println!("{}", python::ensure()?.display());
+            Ok(())
+        }
+        Task::Hooks => hooks::install(),
+        Task::PreCommit => hooks::pre_commit(),
+        Task::Ci => ci::run(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn bench_takes_a_suite_or_compare() {
+        let parse = |line: &[&str]| Arguments::try_parse_from(line);
+        assert!(parse(&["xtask", "bench"]).is_ok());
+        assert!(parse(&["xtask", "bench", "kernels"]).is_ok());
+        assert!(parse(&["xtask", "bench", "compare", "a", "b"]).is_ok());
+        assert!(parse(&["xtask", "bench", "nothing"]).is_err());
+        assert!(parse(&["xtask", "test", "sim", "--seed", "7"]).is_ok());
+    }
+}

@@ -1,0 +1,73 @@
+//! The Python environment of the end-to-end tests: `.venv` with the `openai` client.
+
+use crate::sh;
+use anyhow::{Context as _, Result, bail};
+use std::path::PathBuf;
+
+/// Tells the tests which interpreter has the client.
+pub(crate) const VARIABLE: &str = "DSV4_TEST_PYTHON";
+/// What is installed, with versions.
+const REQUIREMENTS: &str = "xtask/requirements.txt";
+
+/// The interpreter that has the client: `DSV4_TEST_PYTHON` if set, otherwise the one in `.venv`,
+/// which is made if it is not there or out of date.
+pub(crate) fn ensure() -> Result<PathBuf> {
+    if let Some(path) = std::env::var_os(VARIABLE).map(PathBuf::from) {
+        if !sh::succeeds(sh::command(&path).args(["-c", "import openai"])) {
+            bail!("{VARIABLE} is {}, which has no openai package", path.display());
+        }
+        return Ok(path);
+    }
+    let root = sh::root();
+    let wanted = std::fs::read_to_string(root.join(REQUIREMENTS))
+        .with_context(|| format!("read {REQUIREMENTS}"))?;
+    let (python, stamp) = (root.join(".venv/bin/python"), root.join(".venv/requirements.txt"));
+    let is_current = std::fs::read_to_string(&stamp).is_ok_and(|have| have == wanted);
+    if is_current && sh::succeeds(sh::command(&python).args(["-c", "import openai"])) {
+        return Ok(python);
+    }
+    make_environment()?;
+    let mut install = sh::command(&python);
+    install.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+    sh::run(install.args(["--retries", "2", "-r", REQUIREMENTS]))?;
+    std::fs::write(&stamp, wanted).context("write the stamp of the Python environment")?;
+    Ok(python)
+}
+
+/// Makes `.venv`, by whichever way this machine has.
+fn make_environment() -> Result<()> {
+    let folder = sh::root().join(".venv");
+    let works =
+        || sh::succeeds(sh::command(folder.join("bin/python")).args(["-m", "pip", "--version"]));
+    if works() {
+        return Ok(());
+    }
+    let venv = || sh::run(sh::command("python3").args(["-m", "venv", "--clear", ".venv"]));
+    if venv().is_ok() && works() {
+        return Ok(());
+    }
+    // Debian's python3 comes without ensurepip; virtualenv brings its own pip.
+    let tool = sh::root().join("target/virtualenv");
+    let mut pip = sh::command("python3");
+    pip.args(["-m", "pip", "install", "--quiet", "--target"]).arg(&tool).arg("virtualenv");
+    let mut virtualenv = sh::command("python3");
+    virtualenv.args(["-m", "virtualenv", "--quiet", "--clear", ".venv"]).env("PYTHONPATH", &tool);
+    if sh::run(&mut pip).is_ok() && sh::run(&mut virtualenv).is_ok() && works() {
+        return Ok(());
+    }
+    // Only a CI machine is ours to change.
+    if sh::is_ci() && sh::succeeds(sh::command("apt-get").arg("--version")) {
+        sh::run(sh::command("apt-get").args(["-q", "update"]))?;
+        sh::run(sh::command("apt-get").args([
+            "-qy",
+            "install",
+            "--no-install-recommends",
+            "python3-venv",
+        ]))?;
+        venv()?;
+    }
+    if !works() {
+        bail!("cannot make a Python environment: install python3 with its venv module");
+    }
+    Ok(())
+}

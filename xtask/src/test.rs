@@ -1,0 +1,151 @@
+//! Tests by layer, through cargo-nextest where it is installed and plain `cargo test` elsewhere.
+//!
+//! Both run the same set, with all features: some tests need `testing`. Doc tests run first, so that the last line of the output is the closing
+//! line of the test runner.
+
+mod layers;
+mod tally;
+
+use crate::sh::{self, Watch};
+use crate::{metadata, python};
+use anyhow::{Context as _, Result, bail};
+pub(crate) use layers::Layer;
+use std::process::Command;
+use std::time::Instant;
+use tally::Tally;
+
+/// Least number of tests per layer.
+const FLOOR: &str = ".config/test-floor.toml";
+/// Seed of randomised tests, for those that read it.
+const SEED: &str = "DSV4_TEST_SEED";
+/// Tests that call the server through the `openai` Python package have this in their name.
+const PYTHON_TESTS: &str = "openai_client";
+
+/// Which program runs the tests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Runner {
+    /// cargo-nextest where it is installed.
+    Installed,
+    /// Plain `cargo test`.
+    Cargo,
+}
+
+/// Runs the tests of `layer`.
+///
+/// `seed` goes to every randomised test; without it each test uses its own.
+pub(crate) fn run(layer: Layer, seed: Option<u64>, runner: Runner) -> Result<()> {
+    if layer == Layer::Load {
+        return load(seed);
+    }
+    let python = if layer.has_end_to_end() { interpreter()? } else { None };
+    let mut tally = Tally::default();
+    let started = Instant::now();
+    if layer.has_doc_tests() {
+        let mut doc = sh::cargo();
+        doc.args(["test", "--workspace", "--all-features", "--doc"]);
+        equip(&mut doc, seed, python.as_deref());
+        watch(&mut doc, Watch::Stdout, &mut tally)?;
+    }
+    let without = (layer.has_end_to_end() && python.is_none()).then_some(PYTHON_TESTS);
+    if runner == Runner::Installed && has_nextest() {
+        let mut nextest = nextest(layer, without);
+        equip(&mut nextest, seed, python.as_deref());
+        watch(&mut nextest, Watch::Stderr, &mut tally)?;
+        return above_floor(layer, &tally, without);
+    }
+    let mut plain = Tally::default();
+    for mut command in layers::libtest(layer, without) {
+        equip(&mut command, seed, python.as_deref());
+        watch(&mut command, Watch::Stdout, &mut plain)?;
+    }
+    tally.add(&plain);
+    above_floor(layer, &tally, without)?;
+    println!("\nall test binaries together:\n\n{}", plain.libtest_line(started.elapsed()));
+    Ok(())
+}
+
+/// True where `cargo nextest` works.
+fn has_nextest() -> bool {
+    sh::succeeds(sh::cargo().args(["nextest", "--version"]))
+}
+
+fn nextest(layer: Layer, without: Option<&str>) -> Command {
+    let mut command = sh::cargo();
+    command.args(["nextest", "run", "--workspace", "--all-features", "--no-fail-fast"]);
+    command.args(["--color", "never"]);
+    if sh::is_ci() {
+        command.args(["--profile", "ci"]);
+    }
+    if let Some(filter) = layers::nextest_filter(layer, without) {
+        command.args(["-E", &filter]);
+    }
+    command
+}
+
+fn equip(command: &mut Command, seed: Option<u64>, python: Option<&str>) {
+    if let Some(seed) = seed {
+        command.env(SEED, seed.to_string()).env("PROPTEST_RNG_SEED", seed.to_string());
+    }
+    if let Some(python) = python {
+        command.env(python::VARIABLE, python);
+    }
+}
+
+fn watch(command: &mut Command, stream: Watch, tally: &mut Tally) -> Result<()> {
+    if !sh::run_watched(command, stream, &mut |line| tally.see(line))? {
+        bail!("tests failed");
+    }
+    Ok(())
+}
+
+/// The interpreter for tests through the Python client; in CI it must be there.
+fn interpreter() -> Result<Option<String>> {
+    match python::ensure() {
+        Ok(path) => Ok(Some(path.to_string_lossy().into_owned())),
+        Err(error) if sh::is_ci() => Err(error.context("the Python client is required in CI")),
+        Err(error) => {
+            println!("tests named {PYTHON_TESTS} are left out: {error:#}");
+            Ok(None)
+        }
+    }
+}
+
+/// Compares the tests that ran with the committed floor.
+fn above_floor(layer: Layer, tally: &Tally, without: Option<&str>) -> Result<()> {
+    let text =
+        std::fs::read_to_string(sh::root().join(FLOOR)).with_context(|| format!("read {FLOOR}"))?;
+    let floor = layers::floor(&text, layer).with_context(|| FLOOR.to_owned())?;
+    let floor =
+        if without.is_some() { floor.saturating_sub(layers::PYTHON_TESTS_MAX) } else { floor };
+    if tally.passed == 0 {
+        bail!("there is no test in layer {layer}");
+    }
+    if tally.passed < floor {
+        bail!("{} tests ran, {FLOOR} asks for {floor} in layer {layer}", tally.passed);
+    }
+    Ok(())
+}
+
+/// The long load run: every test or bench target called `load`, in release.
+fn load(seed: Option<u64>) -> Result<()> {
+    let mut runs = 0;
+    for package in metadata::packages()? {
+        for target in package.targets.iter().filter(|target| target.name == "load") {
+            let mut command = sh::cargo();
+            match target.kind.as_str() {
+                "bench" => command.args(["bench", "-p", &package.name, "--bench", "load"]),
+                "test" => {
+                    command.args(["test", "--release", "-p", &package.name, "--test", "load"])
+                }
+                _ => continue,
+            };
+            equip(&mut command, seed, None);
+            sh::run(&mut command)?;
+            runs += 1;
+        }
+    }
+    if runs == 0 {
+        bail!("no crate has a test or bench target called load");
+    }
+    Ok(())
+}
