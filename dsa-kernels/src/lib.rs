@@ -4,6 +4,8 @@
 //! version in [`cpu`] is its definition, including the order of every floating-point reduction;
 //! the fast CPU version returns the same bits for every batch, chunk and thread count.
 
+#![cfg_attr(doctest, doc = include_str!("../README.md"))]
+
 pub mod cpu;
 pub mod device;
 pub mod error;

@@ -160,7 +160,14 @@ pub struct HyperWeights {
     pub scale: Vec<f32>,
 }
 
-/// mHC before a sublayer (`dsv4` 3.3 steps 1 to 5).
+/// mHC (manifold-constrained hyper-connections) before a sublayer.
+///
+/// With `x` the token's `4*D` values and `z = (maps x) * rsqrt(mean(x^2) + norm_eps)`:
+/// `pre_j = sigmoid(z_j * scale_0 + base_j) + hc_eps`;
+/// `post_j = 2 * sigmoid(z_{4+j} * scale_1 + base_{4+j})`;
+/// `C[j][k] = z_{8+4j+k} * scale_2 + base_{8+4j+k}`, then a softmax over each row plus `hc_eps`,
+/// each column divided by (its sum + `hc_eps`), and `iters - 1` times rows and columns likewise.
+/// `y = round(sum_j pre_j * X[j])`.
 #[derive(Debug)]
 pub struct HyperPre<'a> {
     /// Streams `[T, 4*D]`.
@@ -198,7 +205,8 @@ pub struct HyperPost<'a> {
     pub rounding: Rounding,
 }
 
-/// Collapse of the streams before the final norm (`dsv4` 3.10, no Sinkhorn).
+/// Collapse of the streams before the final norm: `y = round(sum_j g_j * X[j])` with
+/// `g_j = sigmoid(z_j * scale_0 + base_j) + hc_eps` and `z` as in [`HyperPre`].
 #[derive(Debug)]
 pub struct HyperHead<'a> {
     /// Streams `[T, 4*D]`.
@@ -344,7 +352,9 @@ pub struct CompressSeq {
     pub first_row: usize,
 }
 
-/// Gated pooling with carry (`dsv4` 3.7 and 4.2). Emits, for every window completed in this step,
+/// Gated pooling with carry: per channel, `sum_s softmax_s(score) * kv_s` over the slots of a
+/// window. The slots of C4 window i are half A of the four tokens of window i-1 (none for i = 0),
+/// then half B of its own four; those of C128 are its 128 tokens. Emits, for every window completed in this step,
 /// the pooled row before norm and rotation, in order of position; and updates the carry in place.
 ///
 /// Carry bytes, FP32 little-endian. C4, `dim` channels: four rows of the last closed window, each
@@ -396,7 +406,7 @@ pub struct SeqRows<'a> {
     pub pages: &'a [u32],
 }
 
-/// Index scores and choice (`dsv4` 3.8): for each token at position p, over rows
+/// Index scores and choice: for each token at position p, over rows
 /// `i < (p+1)/4`, `score_i = sum_h relu(q_h . k_i) * w_h`; the `top_k` largest, ties to the lower
 /// row; all rows when there are no more than `top_k`.
 #[derive(Debug)]
@@ -452,7 +462,12 @@ pub struct SeqWindow<'a> {
     pub pages: &'a [u32],
 }
 
-/// Attention with sinks over window and compressed rows in one softmax (`dsv4` 3.5).
+/// Attention with sinks over window and compressed rows in one softmax.
+///
+/// The query at position p sees the window rows `max(0, p - window_tokens + 1) ..= p` and the
+/// selected compressed rows. With `s_i = (q . row_i) * scale`, `M = max s_i` and
+/// `e_i = exp(s_i - M)`: `out = round(sum round(e_i) * row_i / (sum e_i + exp(sink - M)))`. The
+/// denominator takes the unrounded terms.
 #[derive(Debug)]
 pub struct Attend<'a> {
     /// Queries `[T, H*512]`, rotated.
@@ -489,7 +504,9 @@ pub enum Choice<'a> {
     },
 }
 
-/// Router (`dsv4` 3.9 steps 1 to 3), from FP32 logits.
+/// Router, from FP32 logits: `s = sqrt(softplus(logit))`, a choice of `k` experts, and weights
+/// `s / (sum of the chosen s) * scale`. Biased choices are written best first, hashed ones in the
+/// order of the table; the sum runs in that order.
 #[derive(Debug)]
 pub struct Route<'a> {
     /// Logits `[T, E]`.
@@ -517,7 +534,9 @@ pub struct ExpertWeights {
     pub w3: Weight,
 }
 
-/// Routed and shared experts (`dsv4` 3.9 steps 4 to 6). The routed sum of a token is formed in
+/// Routed and shared experts. One expert gives `w2 q(round(weight * silu(min(w1 x, limit)) *
+/// clamp(w3 x, -limit, limit)))` with `q` the input rounding and weight 1 for the shared one; the
+/// weight comes before the product with `silu`. The routed sum of a token is formed in
 /// ascending order of expert number, then the shared expert is added, then rounded once.
 #[derive(Debug)]
 pub struct Moe<'a> {
@@ -543,6 +562,9 @@ pub struct Moe<'a> {
 
 /// The operations of the forward pass. All calls are enqueued in order; on the CPU they have
 /// finished on return. An error leaves the outputs unspecified and the inputs untouched.
+///
+/// A result depends on its own token's inputs only, never on the rest of the batch, the cut into
+/// chunks or the number of threads. [`crate::cpu::CpuReference`] defines the bits.
 pub trait Kernels: Send + Sync + fmt::Debug {
     /// Packs a checkpoint matrix for the other operations.
     fn pack(&self, desc: &WeightDesc<'_>) -> Result<Weight, KernelError>;

@@ -217,6 +217,7 @@ impl<'a> TensorMut<'a> {
     }
 
     /// All elements, for as long as the tensor was borrowed.
+    #[cfg(target_arch = "x86_64")]
     pub(crate) fn into_f32(self) -> Result<&'a mut [f32], KernelError> {
         match self.data {
             DataMut::F32(v) => Ok(v),
@@ -225,6 +226,7 @@ impl<'a> TensorMut<'a> {
     }
 
     /// All elements, for as long as the tensor was borrowed.
+    #[cfg(target_arch = "x86_64")]
     pub(crate) fn into_i32(self) -> Result<&'a mut [i32], KernelError> {
         match self.data {
             DataMut::I32(v) => Ok(v),

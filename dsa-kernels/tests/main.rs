@@ -1,5 +1,6 @@
 //! Integration tests of the operations.
 
+#[cfg(test)]
 mod main {
     mod conformance;
     mod invariance;

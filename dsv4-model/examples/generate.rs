@@ -40,7 +40,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut session = Session::new(model, &CpuDevice::new(), limits)?;
     let mut seq = session.open()?;
     let mut logits = session.prefill(&mut seq, &tokens, 512)?.row(0).to_vec();
-    let (params, mut output) = (SamplingParams::default(), Vec::new());
+    let (params, mut output) = (SamplingParams::greedy(), Vec::new());
     let mut text = tokenizer.decode_stream();
     let mut stdout = std::io::stdout().lock();
     while output.len() < MAX_TOKENS {
@@ -55,7 +55,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let part = Part { seq: &mut seq, tokens: &[token], logits: LogitsWanted::Last };
         logits.copy_from_slice(session.step(&mut [part])?.row(0));
     }
-    writeln!(stdout)?;
+    writeln!(stdout, "{}", text.finish())?;
     session.close(seq)?;
     Ok(())
 }

@@ -195,9 +195,7 @@ impl LayerCaches {
                 find(CacheKind::C4Carry),
                 find(CacheKind::IndexCarry),
             ),
-            LayerKind::C128 => {
-                (find(CacheKind::C128Kv), None, find(CacheKind::C128Carry), None)
-            }
+            LayerKind::C128 => (find(CacheKind::C128Kv), None, find(CacheKind::C128Carry), None),
         };
         let window = find(CacheKind::Window).expect("every layer has a window section");
         Self { window, kv, index, carry, index_carry }

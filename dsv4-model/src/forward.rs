@@ -28,11 +28,9 @@ pub(crate) struct Numeric {
 impl Numeric {
     pub(crate) fn new(numerics: Numerics, index_key: IndexKeyType) -> Self {
         match numerics {
-            Numerics::Reference => Self {
-                rounding: Rounding::None,
-                quant: ActQuant::None,
-                index: IndexRounding::None,
-            },
+            Numerics::Reference => {
+                Self { rounding: Rounding::None, quant: ActQuant::None, index: IndexRounding::None }
+            }
             Numerics::Official => Self {
                 rounding: Rounding::Bf16,
                 quant: ActQuant::Q8Group128,
@@ -341,7 +339,10 @@ fn keep(
     }
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "rounds a scale to the precision it is used in")]
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "rounds a scale to the precision it is used in"
+)]
 fn narrow(x: f64) -> f32 {
     x as f32
 }

@@ -52,7 +52,8 @@ impl Model {
         let LoadOptions { numerics, index_key, kernels } = options;
         let geometry = Geometry::new(config.shape(), numerics, index_key)?;
         let dims = Dims::new(&config);
-        let mut l = Loader { source, kernels: &*kernels, config: &config, dims, numerics, bytes: 0 };
+        let mut l =
+            Loader { source, kernels: &*kernels, config: &config, dims, numerics, bytes: 0 };
         let embed = l.matrix("embed", dims.vocab, dims.hidden)?;
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
         for (n, &kind) in config.layers.iter().enumerate() {
@@ -231,8 +232,7 @@ impl Loader<'_> {
             }
             (WeightFormat::Bf16 | WeightFormat::F32, _) => Cow::Borrowed(&[][..]),
         };
-        let desc =
-            WeightDesc { format, rows, cols, data: &data, scales: &scales, round_to_bf16 };
+        let desc = WeightDesc { format, rows, cols, data: &data, scales: &scales, round_to_bf16 };
         let weight = self
             .kernels
             .pack(&desc)

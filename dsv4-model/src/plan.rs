@@ -187,11 +187,7 @@ fn check_size(batch: &Batch, limits: Limits) -> Result<(), ForwardError> {
         return Err(ForwardError::EmptyBatch);
     }
     if tokens > limits.tokens {
-        return Err(ForwardError::TooLarge {
-            what: "tokens",
-            found: tokens,
-            limit: limits.tokens,
-        });
+        return Err(ForwardError::TooLarge { what: "tokens", found: tokens, limit: limits.tokens });
     }
     if seqs > limits.seqs {
         return Err(ForwardError::TooLarge { what: "sequences", found: seqs, limit: limits.seqs });
@@ -237,14 +233,90 @@ fn check_covered(
     Err(ForwardError::Uncovered { seq, pool, covered, needed })
 }
 
-fn check_pages(
-    seq: usize,
-    pool: PoolKind,
-    pages: &[u32],
-    limit: u32,
-) -> Result<(), ForwardError> {
+fn check_pages(seq: usize, pool: PoolKind, pages: &[u32], limit: u32) -> Result<(), ForwardError> {
     match pages.iter().find(|&&page| page >= limit) {
         Some(&page) => Err(ForwardError::Page { seq, pool, page, pages: limit }),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use dsa_kernels::{CpuDevice, Device, Place};
+
+    const LIMITS: Limits =
+        Limits { tokens: 600, seqs: 4, vocab: 10, positions: 10_000, window: 128 };
+
+    fn span(start: u32, tokens: usize, logits: LogitsWanted, first_page: u32) -> SeqSpan {
+        let end = start + to_u32(tokens);
+        let window_first = start.saturating_sub(127) / 64;
+        SeqSpan {
+            tokens: vec![1; tokens],
+            start,
+            blocks: (first_page..first_page + end.div_ceil(256)).collect(),
+            window_first,
+            window: (first_page..first_page + end.div_ceil(64) - window_first).collect(),
+            carry: first_page,
+            logits,
+        }
+    }
+
+    fn plan(seqs: Vec<SeqSpan>) -> StepPlan {
+        let mem = CpuDevice::new().alloc(Place::Host, 1).unwrap();
+        let mem = CacheMem {
+            block: &mem,
+            block_pages: 99,
+            window: &mem,
+            window_pages: 99,
+            carry: &mem,
+            carry_pages: 99,
+        };
+        let mut plan = StepPlan::default();
+        plan.fill(&Batch { seqs }, &mem, LIMITS).unwrap();
+        plan
+    }
+
+    fn at(page: u32, row: u32) -> RowTarget {
+        RowTarget { page, row }
+    }
+
+    #[test]
+    fn rows_go_where_their_position_says() {
+        let plan = plan(vec![span(254, 6, LogitsWanted::None, 40)]);
+        assert_eq!(plan.positions, [254, 255, 256, 257, 258, 259]);
+        // Window pages 1 (127 / 64) to 4 are 40 to 43.
+        let window = [at(42, 62), at(42, 63), at(43, 0), at(43, 1), at(43, 2), at(43, 3)];
+        assert_eq!(plan.window_targets, window);
+        // Rows 63 and 64 of ratio 4 close with tokens 255 and 259, row 1 of ratio 128 with 255.
+        assert_eq!(plan.c4.targets, [at(40, 63), at(41, 0)]);
+        assert_eq!(plan.c4.positions, [252, 256]);
+        assert_eq!(plan.c128.targets, [at(40, 1)]);
+        assert_eq!(plan.c128.positions, [128]);
+        assert_eq!((plan.longest, plan.wanted_rows), (260, 0));
+    }
+
+    #[test]
+    fn every_sequence_emits_into_its_own_rows() {
+        let seqs = [(0, 9, 0), (6, 1, 10), (7, 2, 20)];
+        let spans = seqs.map(|(start, n, page)| span(start, n, LogitsWanted::None, page));
+        let plan = plan(spans.to_vec());
+        let first_rows: Vec<_> = plan.c4.seqs.iter().map(|s| s.first_row).collect();
+        assert_eq!(first_rows, [0, 2, 2]);
+        assert_eq!(plan.c4.targets, [at(0, 0), at(0, 1), at(20, 1)]);
+        let firsts: Vec<_> = plan.parts.iter().map(|p| p.first).collect();
+        assert_eq!(firsts, [0, 9, 10]);
+    }
+
+    #[test]
+    fn wanted_ranges_that_touch_are_one() {
+        let plan = plan(vec![
+            span(0, 1, LogitsWanted::Last, 0),
+            span(0, 3, LogitsWanted::All, 10),
+            span(0, 5, LogitsWanted::None, 20),
+            span(0, 2, LogitsWanted::Last, 30),
+        ]);
+        assert_eq!(plan.wanted, [0..4, 10..11]);
+        assert_eq!(plan.wanted_rows, 5);
     }
 }

@@ -89,14 +89,8 @@ impl Session {
         // one page more if it starts inside a page.
         let window = seqs * 4 + ws.max_tokens() / rows + 1;
         let pages = [count(blocks), count(window), count(seqs)];
-        let memory = PageMemory::new(
-            device,
-            Place::Host,
-            model.geometry(),
-            pages[0],
-            pages[1],
-            pages[2],
-        )?;
+        let memory =
+            PageMemory::new(device, Place::Host, model.geometry(), pages[0], pages[1], pages[2])?;
         let pools = [
             PagePool::new(PoolKind::Block, pages[0]),
             PagePool::new(PoolKind::Window, pages[1]),

@@ -1,4 +1,5 @@
 //! Integration tests: configuration, checkpoint, forward pass, sampling and tokenizer.
+#![expect(clippy::unwrap_used, reason = "a test stops at what it did not expect")]
 
 #[path = "main/config.rs"]
 mod config;

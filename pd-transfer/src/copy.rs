@@ -50,12 +50,7 @@ fn check_guard(region: &dyn RegionOwner, guard: &Guard) -> Result<(), OutOfRange
     if guard_inside(guard, region.len()) {
         return Ok(());
     }
-    Err(OutOfRange {
-        what: "guard",
-        offset: guard.offset,
-        bytes: 8,
-        region_bytes: region.len(),
-    })
+    Err(OutOfRange { what: "guard", offset: guard.offset, bytes: 8, region_bytes: region.len() })
 }
 
 /// The address of byte `offset` of a region; `offset` is inside it, which `check` has shown.
@@ -132,7 +127,11 @@ pub fn guarded_read(
 ///
 /// # Errors
 /// The extent lies outside its region. `out` is unchanged then.
-pub fn read(region: &dyn RegionOwner, extent: &Extent, out: &mut Vec<u8>) -> Result<(), OutOfRange> {
+pub fn read(
+    region: &dyn RegionOwner,
+    extent: &Extent,
+    out: &mut Vec<u8>,
+) -> Result<(), OutOfRange> {
     check(region, extent)?;
     let bytes = extent.len as usize;
     out.reserve(bytes);
@@ -156,12 +155,7 @@ pub fn read(region: &dyn RegionOwner, extent: &Extent, out: &mut Vec<u8>) -> Res
 pub fn write(region: &dyn RegionOwner, offset: u64, bytes: &[u8]) -> Result<(), OutOfRange> {
     let len = bytes.len() as u64;
     if offset.checked_add(len).is_none_or(|end| end > region.len()) {
-        return Err(OutOfRange {
-            what: "extent",
-            offset,
-            bytes: len,
-            region_bytes: region.len(),
-        });
+        return Err(OutOfRange { what: "extent", offset, bytes: len, region_bytes: region.len() });
     }
     // SAFETY: the range was checked above and the region stays mapped while it is borrowed. Nobody
     // holds a Rust reference into a range that a get may write (contract of `RegionOwner`), so

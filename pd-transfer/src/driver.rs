@@ -292,13 +292,13 @@ impl DriverHandle {
         self.command(Command::Reject(attempt, code, text.into()))
     }
 
-    /// All links, as of the driver's last round.
+    /// All links, at least as of the last upcall.
     #[must_use]
     pub fn peers(&self) -> Vec<PeerSnapshot> {
         lock(&self.0.snapshot).peers.clone()
     }
 
-    /// The totals, as of the driver's last round.
+    /// The totals, at least as of the last upcall.
     #[must_use]
     pub fn counters(&self) -> Counters {
         lock(&self.0.snapshot).counters
@@ -513,8 +513,15 @@ impl Driver {
             },
             Action::Get { peer, get } => {
                 let op = get.op;
-                if let Err(error) = self.transport.get(peer, get) {
-                    self.endpoint.handle_got(now, op, GetOutcome::Error(error.to_string()));
+                match self.transport.get(peer, get) {
+                    Ok(()) => {}
+                    Err(TransportError::UnknownPeer(_)) => {
+                        self.endpoint.handle_got(now, op, GetOutcome::Lost);
+                    }
+                    Err(error) => {
+                        let outcome = GetOutcome::Error(error.to_string());
+                        self.endpoint.handle_got(now, op, outcome);
+                    }
                 }
             }
             Action::Verify(verify) => {
@@ -542,10 +549,13 @@ impl Driver {
                         route.pause_us = self.reconnect_us.0;
                     }
                 }
-                // The world as told by the snapshot is never older than the news.
+                // The snapshot is never older than the news.
+                let mut snapshot = lock(&self.snapshot);
+                snapshot.counters = self.endpoint.counters();
                 if matches!(upcall, Upcall::PeerUp { .. } | Upcall::PeerDown { .. }) {
-                    lock(&self.snapshot).peers = self.endpoint.peers();
+                    snapshot.peers = self.endpoint.peers();
                 }
+                drop(snapshot);
                 (self.upcalls)(upcall);
             }
         }
@@ -567,6 +577,9 @@ impl Driver {
             }
             TransportEvent::GetStale { op, .. } => {
                 self.endpoint.handle_got(now, op, GetOutcome::Stale);
+            }
+            TransportEvent::GetLost { op, .. } => {
+                self.endpoint.handle_got(now, op, GetOutcome::Lost);
             }
             TransportEvent::GetFailed { op, error, .. } => {
                 self.endpoint.handle_got(now, op, GetOutcome::Error(error));
@@ -681,7 +694,7 @@ impl Drop for Answer<'_> {
 
 fn verify_one(verifier: &dyn Verifier, verify: &Verify, answers: &Sender<(OpId, bool)>) {
     let mut answer = Answer { op: verify.op, ok: false, answers };
-    answer.ok = verifier.verify(&verify);
+    answer.ok = verifier.verify(verify);
 }
 
 type Verifiers = (Option<Sender<Verify>>, Vec<JoinHandle<()>>);

@@ -31,6 +31,8 @@ pub enum GetOutcome {
     Done,
     /// The guard word had another value; the target holds nothing useful.
     Stale,
+    /// The link broke first; its loss is reported next.
+    Lost,
     /// The transport could not do it; the target holds nothing useful.
     Error(String),
 }

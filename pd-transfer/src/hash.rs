@@ -23,10 +23,8 @@ struct Lane {
 
 impl Lane {
     fn word(&mut self, word: u64) {
-        self.state = (self.state ^ word)
-            .wrapping_mul(self.multiplier)
-            .rotate_left(29)
-            .wrapping_add(word);
+        self.state =
+            (self.state ^ word).wrapping_mul(self.multiplier).rotate_left(29).wrapping_add(word);
     }
 
     fn bytes(&mut self, bytes: &[u8]) {

@@ -120,10 +120,9 @@ impl Node {
     fn run_get(&self, end: &End, peer: PeerId, get: &Get) -> TransportEvent {
         let op = get.op;
         let failed = |error: String| TransportEvent::GetFailed { peer, op, error };
-        let (Some(source), Some(guards)) = (
-            end.other.regions.find(get.source_region),
-            end.other.regions.find(get.guard.region),
-        ) else {
+        let (Some(source), Some(guards)) =
+            (end.other.regions.find(get.source_region), end.other.regions.find(get.guard.region))
+        else {
             return failed(String::from("the peer has no such region"));
         };
         let Some(target) = self.regions.find(get.target_region) else {
@@ -131,7 +130,7 @@ impl Node {
         };
         let _copying = lock(&end.shared.copying[end.side]);
         if lock(&end.shared.gate).is_closed {
-            return failed(String::from("link closed"));
+            return TransportEvent::GetLost { peer, op };
         }
         match guarded_copy(&*source, &*guards, &*target, get) {
             Ok(Copied::Done) => TransportEvent::GetDone { peer, op },

@@ -479,3 +479,7 @@ fn misfit(own: &Hello, peer: &Hello) -> Option<(RefuseReason, String)> {
     }
     None
 }
+
+#[cfg(test)]
+#[path = "link_tests.rs"]
+mod tests;

@@ -17,8 +17,8 @@ use crate::get::{Get, GetOutcome};
 use crate::id::{OpId, PeerId, Time};
 use crate::states::{ReceiverEvent, ReceiverState};
 use crate::wire::{
-    AttemptId, FinalRecord, Item, Key, Limits, MAX_REQUEST_BYTES, Message, RegionDesc,
-    RegionId, clip, code,
+    AttemptId, FinalRecord, Item, Key, Limits, MAX_REQUEST_BYTES, Message, RegionDesc, RegionId,
+    clip, code,
 };
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::format;
@@ -272,6 +272,12 @@ impl Receiver {
                 self.op_ended(peer);
                 self.page_failed(now, attempt, key, Offer::Stale);
             }
+            GetOutcome::Lost => {
+                // Not pulled again: the loss of the link ends the attempt.
+                open.op_over(&key);
+                self.op_ended(peer);
+                return self.settle(attempt);
+            }
             GetOutcome::Error(text) => {
                 self.counters.failed_gets += 1;
                 open.op_over(&key);
@@ -450,7 +456,11 @@ impl Receiver {
         };
         open.state = state;
         let text = clip(&reason.to_string());
-        open.close(now, Message::Failed { attempt, code: reason.code(), text }, self.config.resend_us);
+        open.close(
+            now,
+            Message::Failed { attempt, code: reason.code(), text },
+            self.config.resend_us,
+        );
         let peer = open.peer;
         self.send(peer, Message::Cancel { attempt });
         self.report_failure(attempt, reason);
@@ -525,7 +535,7 @@ impl Receiver {
     /// The get of `key` landed; its place in the window passes to the verification.
     fn verify(&mut self, attempt: AttemptId, key: Key, peer: PeerId) {
         let Some((tag, region, extents)) =
-            self.attempts.get_mut(&attempt).and_then(|open| open.to_verify(&key))
+            self.attempts.get_mut(&attempt).and_then(|open| open.begin_verify(&key))
         else {
             return self.op_ended(peer);
         };

@@ -130,7 +130,9 @@ pub enum OfferError {
         count: usize,
     },
     /// The record does not describe the pages that were offered.
-    #[error("attempt {attempt}: record says {record_items} pages of {record_bytes} bytes, offered were {items} of {bytes}, or the manifest differs")]
+    #[error(
+        "attempt {attempt}: record says {record_items} pages of {record_bytes} bytes, offered were {items} of {bytes}, or the manifest differs"
+    )]
     Record {
         /// The attempt.
         attempt: AttemptId,
@@ -485,8 +487,7 @@ impl Sender {
     /// Says again everything from `Ready` number `next` on.
     fn repeat(&mut self, peer: PeerId, attempt: AttemptId, next: u32) {
         let Some(open) = self.attempts.get(&attempt) else { return };
-        self.outputs
-            .push_back(SenderOutput::Send { peer, message: Message::Accepted { attempt } });
+        self.outputs.push_back(SenderOutput::Send { peer, message: Message::Accepted { attempt } });
         for (seq, items) in (0_u32..).zip(&open.offers).skip(next as usize) {
             let message = Message::Ready { attempt, seq, items: items.clone() };
             self.outputs.push_back(SenderOutput::Send { peer, message });

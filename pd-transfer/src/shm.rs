@@ -243,13 +243,9 @@ fn pass_regions(socket: &UnixStream, regions: &[Arc<dyn RegionOwner>]) -> Result
         return Err(LostReason::Io(format!("{} descriptors are too many", fds.len())));
     }
     // The descriptors go with the first byte, so the rest may follow in pieces.
-    let sent = rustix::net::sendmsg(
-        socket,
-        &[IoSlice::new(&bytes)],
-        &mut control,
-        SendFlags::NOSIGNAL,
-    )
-    .map_err(lost)?;
+    let sent =
+        rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)
+            .map_err(lost)?;
     let mut rest: &UnixStream = socket;
     std::io::Write::write_all(&mut rest, &bytes[sent..])
         .map_err(|error| LostReason::Io(error.to_string()))
@@ -296,7 +292,10 @@ fn take_regions(socket: &UnixStream) -> Result<Vec<Arc<dyn RegionOwner>>, LostRe
             let fd = fds
                 .next()
                 .ok_or_else(|| malformed(format!("no descriptor for region {region}")))?;
-            Some(map_region(&fd, len).map_err(|text| malformed(format!("region {region}: {text}")))?)
+            Some(
+                map_region(&fd, len)
+                    .map_err(|text| malformed(format!("region {region}: {text}")))?,
+            )
         };
         remote.push(Arc::new(PeerRegion(mapping)));
     }
@@ -363,8 +362,8 @@ fn accept(links: &Arc<Links>, listener: &UnixListener) {
                 // Too many links, or no thread: the socket is dropped, which tells the peer.
                 let _ = links.begin(address, Side::Acceptor, || Ok(Stream::Unix(stream)));
             }
-            // Out of descriptors, or the connection died before it was accepted.
-            Err(_) => thread::yield_now(),
+            // Out of descriptors, or the connection died before it was accepted: not at full speed.
+            Err(_) => thread::park_timeout(Duration::from_millis(10)),
         }
     }
 }

@@ -13,7 +13,9 @@ use crate::link::Side;
 use crate::transport::{
     EventSink, LostReason, RegionOwner, Regions, TransportError, TransportEvent,
 };
-use crate::wire::{Extent, MAX_EXTENTS, MAX_MESSAGE_BYTES, ReadRequest, decode_read, encode_read};
+use crate::wire::{
+    Extent, MAX_EXTENTS, MAX_MESSAGE_BYTES, ReadRequest, decode_read, encode_read, extents_bytes,
+};
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, BufReader, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -132,11 +134,7 @@ impl Conn {
             stream: Mutex::new(None),
             outbox: Mutex::default(),
             outbox_filled: Condvar::new(),
-            pending: Mutex::new(Pending {
-                gets: BTreeMap::new(),
-                running: 0,
-                is_closed: false,
-            }),
+            pending: Mutex::new(Pending { gets: BTreeMap::new(), running: 0, is_closed: false }),
             pending_idle: Condvar::new(),
             why: Mutex::new(None),
             remote: Mutex::default(),
@@ -225,14 +223,12 @@ impl Conn {
         pending.is_closed = true;
         let gets = std::mem::take(&mut pending.gets);
         while pending.running > 0 {
-            pending =
-                self.pending_idle.wait(pending).unwrap_or_else(PoisonError::into_inner);
+            pending = self.pending_idle.wait(pending).unwrap_or_else(PoisonError::into_inner);
         }
         drop(pending);
         let peer = self.peer;
         for op in gets.into_keys() {
-            let error = String::from("link lost");
-            (links.sink)(TransportEvent::GetFailed { peer, op, error });
+            (links.sink)(TransportEvent::GetLost { peer, op });
         }
         lock(&links.table).remove(&peer);
         *lock(&self.stream) = None;
@@ -347,11 +343,7 @@ impl Links {
         }
     }
 
-    fn run(
-        self: &Arc<Self>,
-        conn: &Arc<Conn>,
-        open: impl FnOnce() -> Result<Stream, LostReason>,
-    ) {
+    fn run(self: &Arc<Self>, conn: &Arc<Conn>, open: impl FnOnce() -> Result<Stream, LostReason>) {
         let opened = open().and_then(|stream| {
             let stream = Arc::new(stream);
             *lock(&conn.stream) = Some(Arc::clone(&stream));
@@ -399,50 +391,71 @@ fn header(kind: u8, len: usize, op: OpId) -> [u8; HEADER_BYTES] {
     bytes
 }
 
+/// Waits for frames and takes as many as go well into one write. None once the link has ended.
+fn next_frames(conn: &Conn) -> Option<Vec<Frame>> {
+    let mut outbox = lock(&conn.outbox);
+    loop {
+        if outbox.is_closed {
+            return None;
+        }
+        if !outbox.frames.is_empty() {
+            break;
+        }
+        outbox = conn.outbox_filled.wait(outbox).unwrap_or_else(PoisonError::into_inner);
+    }
+    let (mut frames, mut bytes) = (Vec::new(), 0);
+    while bytes < CHUNK_BYTES as u64 {
+        let Some(frame) = outbox.frames.pop_front() else { break };
+        bytes += match &frame {
+            Frame::Message(payload) | Frame::Read(_, payload) => payload.len() as u64,
+            Frame::Serve(_, request) => extents_bytes(&request.extents),
+        };
+        frames.push(frame);
+    }
+    Some(frames)
+}
+
 fn write_frames(links: &Links, conn: &Conn, stream: &Stream) {
     let mut buffer = Vec::new();
-    loop {
-        let mut outbox = lock(&conn.outbox);
-        let frame = loop {
-            if outbox.is_closed {
-                return;
-            }
-            if let Some(frame) = outbox.frames.pop_front() {
-                break frame;
-            }
-            outbox = conn.outbox_filled.wait(outbox).unwrap_or_else(PoisonError::into_inner);
-        };
-        drop(outbox);
+    while let Some(frames) = next_frames(conn) {
         buffer.clear();
-        let queued = match frame {
-            Frame::Message(message) => {
-                buffer.extend_from_slice(&header(MESSAGE, message.len(), OpId(0)));
-                buffer.extend_from_slice(&message);
-                buffer.len()
+        let (mut queued, mut served) = (0, 0);
+        for frame in frames {
+            let start = buffer.len();
+            match frame {
+                Frame::Message(message) => {
+                    buffer.extend_from_slice(&header(MESSAGE, message.len(), OpId(0)));
+                    buffer.extend_from_slice(&message);
+                    queued += buffer.len() - start;
+                }
+                Frame::Read(op, request) => {
+                    buffer.extend_from_slice(&header(READ, request.len(), op));
+                    buffer.extend_from_slice(&request);
+                    queued += buffer.len() - start;
+                }
+                Frame::Serve(op, request) => {
+                    serve(&links.regions, op, &request, &mut buffer);
+                    served += 1;
+                }
             }
-            Frame::Read(op, request) => {
-                buffer.extend_from_slice(&header(READ, request.len(), op));
-                buffer.extend_from_slice(&request);
-                buffer.len()
-            }
-            Frame::Serve(op, request) => {
-                serve(&links.regions, op, &request, &mut buffer);
-                lock(&conn.outbox).serving -= 1;
-                0
-            }
-        };
+        }
         let mut out = stream;
         if let Err(error) = out.write_all(&buffer) {
             return conn.abort(lost(&error));
         }
-        lock(&conn.outbox).bytes -= queued as u64;
+        let mut outbox = lock(&conn.outbox);
+        outbox.bytes -= queued as u64;
+        outbox.serving -= served;
+        drop(outbox);
         // A single large frame does not keep its memory for the life of the link.
-        buffer.shrink_to(CHUNK_BYTES);
+        buffer.shrink_to(2 * CHUNK_BYTES);
     }
 }
 
-/// Puts the answer to a read into `buffer`.
+/// Appends the answer to a read to `buffer`.
 fn serve(regions: &Regions, op: OpId, request: &ReadRequest, buffer: &mut Vec<u8>) {
+    let start = buffer.len();
+    let payload = start + HEADER_BYTES;
     buffer.extend_from_slice(&[0; HEADER_BYTES]);
     let source = regions.find(request.region);
     let guards = regions.find(request.guard.region);
@@ -456,17 +469,17 @@ fn serve(regions: &Regions, op: OpId, request: &ReadRequest, buffer: &mut Vec<u8
     let kind = match copied {
         Ok(Copied::Done) => DATA,
         Ok(Copied::Stale) => {
-            buffer.truncate(HEADER_BYTES);
+            buffer.truncate(payload);
             STALE
         }
         Err(text) => {
-            buffer.truncate(HEADER_BYTES);
+            buffer.truncate(payload);
             buffer.extend_from_slice(text.as_bytes());
             REFUSED
         }
     };
-    let head = header(kind, buffer.len() - HEADER_BYTES, op);
-    buffer[..HEADER_BYTES].copy_from_slice(&head);
+    let head = header(kind, buffer.len() - payload, op);
+    buffer[start..payload].copy_from_slice(&head);
 }
 
 fn lost(error: &io::Error) -> LostReason {
@@ -488,7 +501,7 @@ fn read_bytes(reader: &mut impl Read, len: usize) -> Result<Vec<u8>, LostReason>
 
 fn read_frames(links: &Links, conn: &Conn, stream: &Stream) -> Result<(), LostReason> {
     let malformed = |text: String| Err(LostReason::Malformed(text));
-    let mut reader = BufReader::with_capacity(64 << 10, stream);
+    let mut reader = BufReader::with_capacity(CHUNK_BYTES, stream);
     let mut chunk = vec![0; CHUNK_BYTES];
     loop {
         let mut head = [0; HEADER_BYTES];
@@ -529,7 +542,7 @@ fn read_frames(links: &Links, conn: &Conn, stream: &Stream) -> Result<(), LostRe
 }
 
 fn queue_read(conn: &Conn, op: OpId, request: ReadRequest) -> Result<(), LostReason> {
-    let bytes: u64 = request.extents.iter().map(|extent| u64::from(extent.len)).sum();
+    let bytes = extents_bytes(&request.extents);
     let count = request.extents.len();
     if bytes > GET_BYTES_MAX || count == 0 || count > MAX_EXTENTS {
         return Err(LostReason::Malformed(format!("read of {bytes} bytes in {count} extents")));

@@ -120,8 +120,8 @@ table! {
         Drained => Never, Acknowledged => To(Gone),
     }
     Orphaned: {
-        Answered => Never, Complete => Never, Fail => Late, LinkLost => Never,
-        Drained => To(Gone), Acknowledged => Never,
+        Answered => Late, Complete => Never, Fail => Late, LinkLost => Late,
+        Drained => To(Gone), Acknowledged => Late,
     }
     Gone: {
         Answered => Late, Complete => Never, Fail => Late, LinkLost => Never,

@@ -82,11 +82,11 @@ fn accept(links: &Arc<Links>, listener: &TcpListener) {
         match listener.accept() {
             Ok((stream, address)) => {
                 // Too many links, or no thread: the socket is dropped, which tells the peer.
-                let _ = links
-                    .begin(address.to_string(), Side::Acceptor, || Ok(Stream::Tcp(stream)));
+                let _ =
+                    links.begin(address.to_string(), Side::Acceptor, || Ok(Stream::Tcp(stream)));
             }
-            // Out of descriptors, or the connection died before it was accepted.
-            Err(_) => thread::yield_now(),
+            // Out of descriptors, or the connection died before it was accepted: not at full speed.
+            Err(_) => thread::park_timeout(Duration::from_millis(10)),
         }
     }
 }
@@ -118,9 +118,7 @@ impl Transport for Tcp {
 
     fn connect(&mut self, address: &str) -> Result<PeerId, TransportError> {
         let target = String::from(address);
-        self.links.begin(address.into(), Side::Connector, move || {
-            resolve(&target).map(Stream::Tcp)
-        })
+        self.links.begin(address.into(), Side::Connector, move || resolve(&target).map(Stream::Tcp))
     }
 
     fn send(&mut self, to: PeerId, message: Vec<u8>) -> Result<(), TransportError> {

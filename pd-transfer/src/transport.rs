@@ -4,8 +4,8 @@
 //! implementation keeps, and that the conformance suite checks:
 //!
 //! - No call blocks for long; `connect`, `send`, `get` and `cut` answer at once.
-//! - Every accepted `get` is answered exactly once, with `GetDone`, `GetStale` or `GetFailed`, and
-//!   before the `PeerLost` of its peer. After the answer nothing writes the target any more.
+//! - Every accepted `get` is answered exactly once, with `GetDone`, `GetStale`, `GetFailed` or
+//!   `GetLost`, and before the `PeerLost` of its peer. After the answer nothing writes the target any more.
 //! - `GetDone` means: the bytes are in the target, visible to this process, and the guard word had
 //!   the expected value before and after they were copied out.
 //! - Messages of one peer arrive in order. `PeerUp` comes before, `PeerLost` after everything else
@@ -112,6 +112,13 @@ pub enum TransportEvent {
     },
     /// The guard word had another value.
     GetStale {
+        /// From whom.
+        peer: PeerId,
+        /// Which.
+        op: OpId,
+    },
+    /// The link broke before the get ended; `PeerLost` follows.
+    GetLost {
         /// From whom.
         peer: PeerId,
         /// Which.

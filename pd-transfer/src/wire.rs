@@ -6,6 +6,7 @@
 //!
 //! Reading is bounded: the total length is checked first, then the checksum, and no collection is
 //! allocated that is larger than a small multiple of the bytes that arrived.
+#![expect(clippy::mem_forget, reason = "in the code that wincode's derive writes")]
 
 use crate::hash::{checksum64, hash128};
 

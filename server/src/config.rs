@@ -146,7 +146,9 @@ pub struct RouterArgs {
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// A decode worker without peers.
-    #[error("--disaggregation-mode decode needs --disaggregation-bootstrap HOST:PORT of at least one prefill worker")]
+    #[error(
+        "--disaggregation-mode decode needs --disaggregation-bootstrap HOST:PORT of at least one prefill worker"
+    )]
     NoBootstrap,
     /// Bootstrap addresses outside decode mode.
     #[error("--disaggregation-bootstrap is for --disaggregation-mode decode, not {0}")]
@@ -221,7 +223,12 @@ mod tests {
     fn flags_that_do_not_go_together_are_refused_by_name() {
         assert_eq!(parse(&[]), Ok(()));
         assert_eq!(
-            parse(&["--disaggregation-mode", "decode", "--disaggregation-bootstrap", "127.0.0.1:1"]),
+            parse(&[
+                "--disaggregation-mode",
+                "decode",
+                "--disaggregation-bootstrap",
+                "127.0.0.1:1"
+            ]),
             Ok(())
         );
         for (args, says) in [

@@ -2,7 +2,7 @@
 
 mod memory;
 
-use crate::clock::unix_seconds;
+use crate::clock::{Clock, unix_seconds};
 use crate::config::{Backend, ConfigError, Mode, ServeArgs, is_local};
 use crate::engine::{
     CancelOnDrop, Engine, EngineInfo, GenerateRequest, Generation, Health, Metric, MetricKind,
@@ -26,9 +26,10 @@ use pd_transfer::tcp::Tcp;
 use pd_transfer::transport::{RegionOwner, TransportFactory};
 use pd_transfer::wire::{Incarnation, Limits, Role as LinkRole};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 /// What tests may put in place of a part.
 #[derive(Default)]
@@ -52,6 +53,18 @@ struct WorkerHandle {
     inbox: Inbox,
     shared: Arc<Shared>,
     drivers: Vec<(&'static str, DriverHandle)>,
+}
+
+/// Longest wait for peers to fetch what they asked for, when the process ends. What they have not
+/// got by then they compute themselves.
+const DRAIN_MAX: Duration = Duration::from_secs(30);
+const DRAIN_POLL: Duration = Duration::from_millis(20);
+
+impl WorkerHandle {
+    fn is_busy(&self) -> bool {
+        let n = self.shared.snapshot();
+        !self.shared.stopped.load(Ordering::Acquire) && n.queued + n.running + n.lent > 0
+    }
 }
 
 /// The engine of a process: requests go to its one worker that takes them.
@@ -114,7 +127,9 @@ impl Engine for NodeEngine {
             Err(error) => {
                 shared.queued.fetch_sub(1, Ordering::AcqRel);
                 return Err(match error {
-                    TrySendError::Full(_) => SubmitError::QueueFull { queued, limit: self.max_queued },
+                    TrySendError::Full(_) => {
+                        SubmitError::QueueFull { queued, limit: self.max_queued }
+                    }
                     TrySendError::Disconnected(_) => SubmitError::Stopped,
                 });
             }
@@ -149,9 +164,11 @@ impl Engine for NodeEngine {
                 return Health::Draining;
             }
             if worker.role == Role::Decode && !shared.had_peer.load(Ordering::Acquire) {
-                return Health::Starting(shared.refusal().unwrap_or_else(|| {
-                    "no prefill worker is connected yet".to_owned()
-                }));
+                return Health::Starting(
+                    shared
+                        .refusal()
+                        .unwrap_or_else(|| "no prefill worker is connected yet".to_owned()),
+                );
             }
         }
         Health::Ready
@@ -159,9 +176,10 @@ impl Engine for NodeEngine {
 }
 
 fn view_of(worker: &WorkerHandle, snapshot: &Snapshot) -> WorkerView {
-    let pool = |(kind, (used, quarantined, _, total)): (kv_pool::PoolKind, (u64, u64, u64, u64))| {
-        (format!("{kind:?}").to_lowercase(), used, total, quarantined)
-    };
+    let pool =
+        |(kind, (used, quarantined, _, total)): (kv_pool::PoolKind, (u64, u64, u64, u64))| {
+            (format!("{kind:?}").to_lowercase(), used, total, quarantined)
+        };
     WorkerView {
         role: worker.role.name().to_owned(),
         queued: snapshot.queued,
@@ -195,8 +213,18 @@ fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
         metric("sglang:generation_tokens_total", n.generation_tokens, Counter, "Tokens generated"),
         metric("dsv4:steps_total", n.steps, Counter, "Forward passes"),
         metric("dsv4:handoffs_total", n.handoffs, Counter, "Prompts handed over"),
-        metric("dsv4:prompts_recomputed_total", n.recomputed, Counter, "Prompts computed here after a failed hand-off"),
-        metric("dsv4:page_groups_quarantined_total", n.quarantined_total, Counter, "Page groups set aside after a failed check"),
+        metric(
+            "dsv4:prompts_recomputed_total",
+            n.recomputed,
+            Counter,
+            "Prompts computed here after a failed hand-off",
+        ),
+        metric(
+            "dsv4:page_groups_quarantined_total",
+            n.quarantined_total,
+            Counter,
+            "Page groups set aside after a failed check",
+        ),
         metric("dsv4:prompts_lent", n.lent, Gauge, "Prompts whose pages a peer may read"),
     ];
     for (kind, (used, quarantined, draining, total)) in POOLS.into_iter().zip(n.pools) {
@@ -210,7 +238,8 @@ fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
         }
     }
     for (reason, value) in ["finished", "cancelled", "failed"].into_iter().zip(n.ended) {
-        let mut m = metric("dsv4:requests_ended_total", value, Counter, "Requests that ended, by how");
+        let mut m =
+            metric("dsv4:requests_ended_total", value, Counter, "Requests that ended, by how");
         m.labels.push(("how".to_owned(), reason.to_owned()));
         all.push(m);
     }
@@ -298,7 +327,8 @@ impl Node {
             info.context_length,
             parts.model.weight_bytes() >> 20,
         );
-        let mut node = Assembly { parts, options, workers: Vec::new(), threads: Vec::new(), bootstrap: None };
+        let mut node =
+            Assembly { parts, options, workers: Vec::new(), threads: Vec::new(), bootstrap: None };
         match args.disaggregation_mode {
             Mode::Null => node.add_unified()?,
             Mode::Both => node.add_pair()?,
@@ -348,9 +378,13 @@ impl Node {
         &self.summary
     }
 
-    /// Stops hand-off and workers, in this order, and waits for them.
+    /// Lets prompts of peers end, then stops hand-off and workers and waits for them.
     pub fn shutdown(self) {
         self.engine.drain();
+        let clock = Clock::start();
+        while self.engine.workers.iter().any(WorkerHandle::is_busy) && clock.elapsed() < DRAIN_MAX {
+            std::thread::sleep(DRAIN_POLL);
+        }
         for worker in &self.engine.workers {
             for (_, driver) in &worker.drivers {
                 driver.shutdown();
@@ -388,7 +422,14 @@ impl Parts {
             context_length,
         };
         let counts = memory::divide(&geometry, memory::budget(args.kv_memory_mib), shape)?;
-        Ok(Self { model, geometry, fingerprint: input.fingerprint(), layout: input.describe(), config, counts })
+        Ok(Self {
+            model,
+            geometry,
+            fingerprint: input.fingerprint(),
+            layout: input.describe(),
+            config,
+            counts,
+        })
     }
 
     fn info(&self, args: &ServeArgs, path: &Path) -> EngineInfo {
@@ -553,7 +594,8 @@ impl Assembly<'_> {
                 .context("read the bootstrap port that was given")?;
         } else if port == 0 {
             // The port only names the socket; the system knows one that is free.
-            let probe = std::net::TcpListener::bind(("127.0.0.1", 0)).context("find a free port")?;
+            let probe =
+                std::net::TcpListener::bind(("127.0.0.1", 0)).context("find a free port")?;
             port = probe.local_addr().context("find a free port")?.port();
         }
         if backend != Backend::Tcp {
@@ -566,8 +608,9 @@ impl Assembly<'_> {
     fn add_decode(&mut self, args: &ServeArgs) -> anyhow::Result<()> {
         let mut draft = self.draft(Role::Decode)?;
         let backend = args.disaggregation_transfer_backend;
-        let by_memory =
-            |address: &&String| backend != Backend::Tcp && (backend == Backend::Shm || is_local(address));
+        let by_memory = |address: &&String| {
+            backend != Backend::Tcp && (backend == Backend::Shm || is_local(address))
+        };
         let (near, far): (Vec<_>, Vec<_>) =
             args.disaggregation_bootstrap.iter().partition(by_memory);
         if !near.is_empty() {

@@ -22,7 +22,9 @@ pub struct PageNeed {
 
 impl PageNeed {
     fn fits(self, used: Self, total: Self) -> bool {
-        let fits = |need: u32, used: u32, total: u32| u64::from(need) + u64::from(used) <= u64::from(total);
+        let fits = |need: u32, used: u32, total: u32| {
+            u64::from(need) + u64::from(used) <= u64::from(total)
+        };
         fits(self.blocks, used.blocks, total.blocks)
             && fits(self.window, used.window, total.window)
             && fits(self.carry, used.carry, total.carry)
@@ -203,8 +205,11 @@ impl Scheduler {
     #[must_use]
     pub fn plan(&mut self) -> StepPlan {
         let budget = self.limits.step_tokens;
-        let prefill_floor =
-            if self.order.iter().any(|id| self.prefill_left(*id) > 0) { budget.div_ceil(8) } else { 0 };
+        let prefill_floor = if self.order.iter().any(|id| self.prefill_left(*id) > 0) {
+            budget.div_ceil(8)
+        } else {
+            0
+        };
         let decoding: Vec<SeqId> = self
             .order
             .iter()
@@ -271,7 +276,8 @@ mod tests {
         assert_eq!((s.admit(), s.admit(), s.admit()), (Some(1), Some(2), None));
         s.start_decode(1);
         s.start_prefill(2, 100);
-        let shares = |plan: StepPlan| plan.shares.iter().map(|s| (s.id, s.tokens)).collect::<Vec<_>>();
+        let shares =
+            |plan: StepPlan| plan.shares.iter().map(|s| (s.id, s.tokens)).collect::<Vec<_>>();
         assert_eq!(shares(s.plan()), [(1, 1), (2, 63)]);
         assert_eq!(shares(s.plan()), [(1, 1), (2, 37)]);
         assert_eq!(shares(s.plan()), [(1, 1)]);

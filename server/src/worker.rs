@@ -14,11 +14,11 @@ use crate::scheduler::{Limits, PageNeed, Scheduler, SeqId};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use dsv4_model::{Model, StepOutput, Workspace};
 use kv_pool::{Fingerprint, PoolKind};
+pub use pages::need;
 use pd_transfer::driver::{DriverGone, DriverHandle};
 use pd_transfer::endpoint::Upcall;
 use pd_transfer::id::PeerId;
 use pd_transfer::wire::AttemptId;
-pub use pages::need;
 use sequence::{Origin, Sequence, State};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -217,7 +217,11 @@ impl Worker {
                 carry: pools.count(PoolKind::Carry),
             },
         });
-        let workspace = Workspace::new(model.config(), config.step_tokens as usize, config.max_running as usize);
+        let workspace = Workspace::new(
+            model.config(),
+            config.step_tokens as usize,
+            config.max_running as usize,
+        );
         Self {
             config,
             model,
@@ -296,7 +300,7 @@ impl Worker {
     }
 
     fn submit(&mut self, id: SeqId, request: GenerateRequest, events: UnboundedSender<Event>) {
-        let need = pages::need(&self.config, request.prompt.len(), request.max_tokens);
+        let need = need(&self.config, request.prompt.len(), request.max_tokens);
         self.sequences.insert(id, Sequence::of_client(id, request, events));
         self.scheduler.enqueue(id, need);
     }
@@ -419,8 +423,11 @@ impl Worker {
             let used = u64::from(c.total - c.free);
             *slot = (used, c.quarantined.into(), c.draining.into(), c.total.into());
         }
-        n.peers =
-            self.peers.values().map(|p| (p.address.clone(), format!("{} pending", p.pending), p.driver)).collect();
+        n.peers = self
+            .peers
+            .values()
+            .map(|p| (p.address.clone(), format!("{} pending", p.pending), p.driver))
+            .collect();
         *self.shared.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = n.clone();
     }
 }

@@ -4,6 +4,8 @@
 
 #[path = "main/client.rs"]
 mod client;
+#[path = "main/e2e.rs"]
+mod e2e;
 #[path = "main/fake.rs"]
 mod fake;
 #[path = "main/http.rs"]

@@ -59,13 +59,8 @@ fn clippy() -> Result<()> {
 fn each_crate_alone() -> Result<()> {
     for package in crate::metadata::packages()?.iter().filter(|package| package.has_library()) {
         sh::run(sh::cargo().args(["check", "--locked", "-p", &package.name]))?;
-        if fences::CORES.contains(&package.name.as_str()) {
-            let mut core = sh::cargo();
-            core.args(["check", "--locked", "-p", &package.name, "--lib", "--no-default-features"]);
-            sh::run(&mut core)?;
-        }
     }
-    Ok(())
+    each_core_without_std()
 }
 
 /// Everything in the dev profile, which the tests use, and the server as the README starts it.

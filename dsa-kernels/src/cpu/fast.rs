@@ -15,6 +15,10 @@ mod index;
 mod moe;
 #[cfg(target_arch = "x86_64")]
 mod rows;
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    expect(dead_code, reason = "only the vector kernels share work")
+)]
 mod team;
 
 use super::CpuReference;

@@ -3,7 +3,7 @@
 
 use super::Place;
 use crate::error::DeviceError;
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -76,11 +76,14 @@ impl Mem {
                 (start.map_err(|e| failed(e.into()))?, None)
             }
             Place::Shared => {
-                let fd = memfd_create("dsa-kernels", MemfdFlags::CLOEXEC)
-                    .map_err(|e| failed(e.into()))?;
+                let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+                let fd = memfd_create("dsa-kernels", flags).map_err(|e| failed(e.into()))?;
                 ftruncate(&fd, mapped as u64).map_err(|e| failed(e.into()))?;
-                // SAFETY: as above; the file has `mapped` bytes and nobody else has its descriptor
-                // yet. A peer that shrinks it later can only fault us, not alias Rust memory.
+                // A process that maps the file can rely on its size: nobody can make it fault.
+                fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)
+                    .map_err(|e| failed(e.into()))?;
+                // SAFETY: as above; the file has `mapped` bytes, is sealed against shrinking, and
+                // nobody else has its descriptor yet.
                 let start =
                     unsafe { mmap(std::ptr::null_mut(), mapped, access, MapFlags::SHARED, &fd, 0) };
                 (start.map_err(|e| failed(e.into()))?, Some(fd))

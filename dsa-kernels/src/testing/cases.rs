@@ -34,6 +34,7 @@ pub fn conformance(tested: &dyn Kernels, seed: u64) {
     attend(&pair, rng);
     route(&pair, rng);
     moe(&pair, rng);
+    special_values(&pair, rng);
 }
 
 fn mat(data: &[f32], rows: usize, cols: usize) -> TensorRef<'_> {
@@ -492,4 +493,72 @@ fn moe(pair: &Pair<'_>, rng: &mut Rng) {
             );
         }
     }
+}
+
+/// NaN, infinities, huge and subnormal inputs: results agree, and a NaN appears in both or neither.
+fn special_values(pair: &Pair<'_>, rng: &mut Rng) {
+    let specials = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 3e38, -1e-40, -0.0];
+    let (t, k) = (14, 256);
+    let mut x = rng.floats(t * k);
+    for (i, row) in x.chunks_exact_mut(k).enumerate() {
+        (0..=i % 3).for_each(|_| row[rng.below(k)] = specials[i % 6]);
+    }
+    let w = Matrix::random(rng, WeightFormat::Fp8Block128, 40, k);
+    for quant in [ActQuant::None, ActQuant::Q8Group128] {
+        let found =
+            pair.compare_any(&format!("special linear {quant:?}"), &[t * 40], |kernels, out| {
+                let (x, y) = (mat(&x, t, k), mat_mut(&mut out[0], t, 40));
+                let (weight, groups, rounding) = (&w.pack(kernels), 1, Rounding::Bf16);
+                done(kernels.linear(Linear { x, weight, groups, quant, rounding, y }));
+            });
+        assert!(found[0].iter().any(|v| v.is_nan()) && found[0].iter().any(|v| v.is_finite()));
+    }
+    pair.compare_any("special rms_norm", &[t * k], |kernels, out| {
+        let (x, y) = (mat(&x, t, k), mat_mut(&mut out[0], t, k));
+        let (dim, eps, rounding) = (128, 1e-6, Rounding::Bf16);
+        done(kernels.rms_norm(RmsNorm { x, weight: None, dim, eps, rounding, y }));
+    });
+    for (format, per_page) in ROW_FORMATS {
+        let width = format.width();
+        let count = x.len() / width;
+        let seed = rng.bits();
+        let pages = || Pages::new(&mut Rng::new(seed), format, per_page, count);
+        let (got, want) = (pages(), pages());
+        want.store(&pair.reference, 0, &x);
+        got.store(pair.tested, 0, &x);
+        // The payload of a NaN is free in formats that keep one.
+        let sources: Vec<_> = (0..count).map(|i| want.target(i)).collect();
+        let load = |pages: &Pages| {
+            pair.compare_any(
+                &format!("special rows {format:?}"),
+                &[count * width],
+                |kernels, out| {
+                    let rows = mat_mut(&mut out[0], count, width);
+                    done(kernels.load_rows(LoadRows {
+                        cache: pages.cache(),
+                        sources: &sources,
+                        rows,
+                    }));
+                },
+            )
+        };
+        super::same_bits(&format!("special store {format:?}"), &load(&got)[0], &load(&want)[0]);
+    }
+    let window = random_rows(rng, RowFormat::KvV4, 64, t);
+    let mut q = rng.floats(t * 512);
+    q.chunks_exact_mut(512).zip(&x).for_each(|(q, _)| q[rng.below(512)] = specials[rng.below(6)]);
+    pair.compare_any("special attend", &[t * 512], |kernels, out| {
+        let part = SeqPart { first: 0, count: t, start_pos: 0 };
+        done(kernels.attend(Attend {
+            q: mat(&q, t, 512),
+            window_cache: window.cache(),
+            window: &[SeqWindow { part, first_page_no: 0, pages: &window.list }],
+            window_tokens: 128,
+            compressed: None,
+            sinks: &[0.5],
+            scale: 512f32.powf(-0.5),
+            rounding: Rounding::Bf16,
+            out: mat_mut(&mut out[0], t, 512),
+        }));
+    });
 }

@@ -53,7 +53,7 @@ fn values(m: &Matrix) -> Vec<Vec<f64>> {
         }
         WeightFormat::Fp4Group32 => {
             let byte = m.data[(r * k + c) / 2];
-            let code = if c % 2 == 0 { byte & 15 } else { byte >> 4 };
+            let code = if c.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
             e2m1(code) * power(m.scales[r * k.div_ceil(32) + c / 32])
         }
         WeightFormat::Bf16 => {

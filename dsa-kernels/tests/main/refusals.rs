@@ -230,7 +230,8 @@ impl PackedWeight for Foreign {
 
 #[test]
 fn weights_of_another_implementation() {
-    let weight: &Weight = &std::sync::Arc::new(Foreign);
+    let weight: Weight = std::sync::Arc::new(Foreign);
+    let weight = &weight;
     for kernels in both() {
         let (x, mut y) = (vec![0.0; 4], vec![0.0; 4]);
         let (x, y) = (mat(&x, 4), mat_mut(&mut y, 4));

@@ -51,8 +51,11 @@ impl Attention<'_> {
             }
         };
         let compressed = selection.zip(self.caches.kv(step.geometry, step.mem));
-        let compressed = compressed
-            .map(|(selection, cache)| CompressedRows { cache, seqs: step.blocks, selection });
+        let compressed = compressed.map(|(selection, cache)| CompressedRows {
+            cache,
+            seqs: step.blocks,
+            selection,
+        });
         let (t, d) = (step.tokens, step.dims);
         step.kernels.attend(Attend {
             q: b.q.view(t, d.queries)?,
@@ -142,7 +145,11 @@ impl Attention<'_> {
             LayerKind::C128 => (Pooling::C128, &mut plan.c128),
             LayerKind::C4 | LayerKind::Window => (Pooling::C4, &mut plan.c4),
         };
-        let weights = self.weights.compressor.as_ref().expect("a compressed layer is loaded with a compressor");
+        let weights = self
+            .weights
+            .compressor
+            .as_ref()
+            .expect("a compressed layer is loaded with a compressor");
         let site = Site {
             cache: self.caches.kv(step.geometry, step.mem).expect(HAS_SECTION),
             carry: self.caches.carry(step.geometry, step.mem.carry_pages).expect(HAS_SECTION),

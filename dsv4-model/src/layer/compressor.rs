@@ -6,8 +6,9 @@ use crate::plan::Emission;
 use crate::trace::Probe;
 use crate::workspace::Buffers;
 use dsa_kernels::KernelError;
-use dsa_kernels::ops::{ActQuant, Compress, Linear, PagedCache, Pooling, RmsNorm, Rope, StoreRows};
-use dsa_kernels::{Buffer, Kernels};
+use dsa_kernels::ops::{
+    ActQuant, Compress, Linear, PagedCache, Pooling, RmsNorm, Rope, Rounding, StoreRows,
+};
 
 /// Where a compressor's rows and state are.
 #[derive(Debug)]
@@ -36,15 +37,13 @@ pub(crate) fn run(
         Pooling::C4 => 2 * site.dim,
         Pooling::C128 => site.dim,
     };
-    for (weight, target) in
-        [(&weights.wkv, &mut b.pool_kv), (&weights.wgate, &mut b.pool_gate)]
-    {
+    for (weight, target) in [(&weights.wkv, &mut b.pool_kv), (&weights.wgate, &mut b.pool_gate)] {
         step.kernels.linear(Linear {
             x: b.x.view(t, d.hidden)?,
             weight,
             groups: 1,
             quant: ActQuant::None,
-            rounding: dsa_kernels::ops::Rounding::None,
+            rounding: Rounding::None,
             y: target.view_mut(t, width)?,
         })?;
     }
@@ -66,44 +65,37 @@ pub(crate) fn run(
     if rows == 0 {
         return Ok(());
     }
-    let table = match site.pooling {
-        Pooling::C4 => &b.rope_c4,
-        Pooling::C128 => &b.rope_c128,
-    };
-    finish(step, &b.pooled, &mut b.rows, table, rows, weights, site.dim)?;
+    finish(step, b, rows, &weights.norm, site)?;
     let done = b.rows.view(rows, site.dim)?;
     if let (Some(layer), Some(trace)) = (site.trace_layer, step.trace.as_deref_mut()) {
         trace.keep(layer, Probe::CompressedKv, done)?;
     }
-    step.kernels.store_rows(StoreRows {
-        rows: done,
-        cache: site.cache,
-        targets: &emission.targets,
-    })
+    step.kernels.store_rows(StoreRows { rows: done, cache: site.cache, targets: &emission.targets })
 }
 
-/// Norm and rotation of pooled rows.
+/// Norm and rotation of `count` pooled rows.
 fn finish(
     step: &Step<'_>,
-    pooled: &Buffer,
-    rows: &mut Buffer,
-    table: &Buffer,
+    b: &mut Buffers,
     count: usize,
-    weights: &CompressorWeights,
-    dim: usize,
+    norm: &[f32],
+    site: &Site<'_>,
 ) -> Result<(), KernelError> {
-    let kernels: &dyn Kernels = step.kernels;
-    let rounding = step.numeric.rounding;
-    kernels.rms_norm(RmsNorm {
-        x: pooled.view(count, dim)?,
-        weight: Some(&weights.norm),
+    let (dim, rounding) = (site.dim, step.numeric.rounding);
+    step.kernels.rms_norm(RmsNorm {
+        x: b.pooled.view(count, dim)?,
+        weight: Some(norm),
         dim,
         eps: step.eps,
         rounding,
-        y: rows.view_mut(count, dim)?,
+        y: b.rows.view_mut(count, dim)?,
     })?;
-    kernels.rope(Rope {
-        x: rows.view_mut(count, dim)?,
+    let table = match site.pooling {
+        Pooling::C4 => &b.rope_c4,
+        Pooling::C128 => &b.rope_c128,
+    };
+    step.kernels.rope(Rope {
+        x: b.rows.view_mut(count, dim)?,
         dim,
         table: table.view(count, step.dims.rope)?,
         inverse: false,

@@ -4,7 +4,7 @@ use super::{FfnWeights, Router};
 use crate::forward::Step;
 use crate::workspace::Buffers;
 use dsa_kernels::KernelError;
-use dsa_kernels::ops::{ActQuant, Choice, Linear, Moe, Route, Rounding};
+use dsa_kernels::ops::{ActQuant, Choice, Linear, Moe, Rounding, Route};
 
 /// Router and experts, from the normed input `b.x` to `b.out`.
 pub(crate) fn run(

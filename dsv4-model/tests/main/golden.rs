@@ -70,9 +70,7 @@ fn compare_choice(trace: &Trace) {
 
         let (shape, want) = tensor(&file, &format!("layers.{layer}.selected"));
         let found = joined(trace, layer, Probe::Selected);
-        for (position, (found, want)) in
-            found.chunks(64).zip(want.chunks(shape[1])).enumerate()
-        {
+        for (position, (found, want)) in found.chunks(64).zip(want.chunks(shape[1])).enumerate() {
             let set = |rows: &[f32]| {
                 let mut rows: Vec<f32> = rows.iter().copied().filter(|&r| r >= 0.0).collect();
                 rows.sort_by(f32::total_cmp);

@@ -118,9 +118,7 @@ fn pages_must_exist_and_have_one_writer() {
         (SeqSpan { carry: 0, ..free.clone() }, PoolKind::Carry),
     ] {
         let error = bench.refusal(vec![span(1, 0), other]);
-        let both = |e: &ForwardError| {
-            matches!(e, ForwardError::Shared { first: 0, second: 1, pool: p, page: 0 } if *p == pool)
-        };
+        let both = |e: &ForwardError| matches!(e, ForwardError::Shared { first: 0, second: 1, pool: p, page: 0 } if *p == pool);
         assert!(both(&error), "{error}");
     }
     // What only one of them writes may be read by both.
@@ -152,4 +150,13 @@ fn unwanted_logits_are_not_computed() {
     let out = bench.run(vec![first, second]).unwrap();
     assert_eq!((out.rows, out.logits.len()), (3, 3 * 4096));
     assert!(out.row(3).is_empty());
+}
+
+#[test]
+fn buffers_do_not_grow_up_to_the_largest_step() {
+    let mut bench = Bench::new();
+    let before = bench.ws.bytes();
+    let second = SeqSpan { blocks: vec![1], window: vec![1], carry: 1, ..span(31, 0) };
+    assert_eq!(bench.run(vec![span(33, 0), second]).unwrap().rows, 2);
+    assert_eq!(bench.ws.bytes(), before);
 }

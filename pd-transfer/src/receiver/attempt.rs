@@ -63,6 +63,8 @@ pub(super) struct Attempt {
     resend_at: Time,
     pages: BTreeMap<Key, Page>,
     groups: BTreeMap<u32, Group>,
+    /// Groups with `is_broken`.
+    broken: BTreeSet<u32>,
     good: usize,
     /// All `Ready` numbers below were seen.
     seen_below: u32,
@@ -115,6 +117,7 @@ impl Attempt {
             resend_at: now.after(config.resend_us),
             pages,
             groups,
+            broken: BTreeSet::new(),
             good: 0,
             seen_below: 0,
             seen: BTreeSet::new(),
@@ -145,16 +148,12 @@ impl Attempt {
         }
         self.resend_at = now.after(resend_us);
         match self.state {
-            ReceiverState::Wanting => Some(Message::Want {
-                attempt: id,
-                request: self.request.clone(),
-                have: self.have,
-            }),
+            ReceiverState::Wanting => {
+                Some(Message::Want { attempt: id, request: self.request.clone(), have: self.have })
+            }
             // With the record and all items here nothing is missing.
             ReceiverState::Pulling if self.record.is_some() && self.is_all_offered() => None,
-            ReceiverState::Pulling => {
-                Some(Message::Resume { attempt: id, next: self.seen_below })
-            }
+            ReceiverState::Pulling => Some(Message::Resume { attempt: id, next: self.seen_below }),
             ReceiverState::Closing => self.last_word.clone(),
             ReceiverState::Draining | ReceiverState::Orphaned | ReceiverState::Gone => None,
         }
@@ -221,7 +220,7 @@ impl Attempt {
         }
         let guard_bytes = regions.get(&item.guard.region).copied().unwrap_or(0);
         let guard_end = item.guard.offset.checked_add(8);
-        if item.guard.offset % 8 != 0 || guard_end.is_none_or(|end| end > guard_bytes) {
+        if !item.guard.offset.is_multiple_of(8) || guard_end.is_none_or(|end| end > guard_bytes) {
             return Err(format!(
                 "guard of page {key} at {} is misaligned or outside its region of {guard_bytes} bytes",
                 item.guard.offset
@@ -306,7 +305,7 @@ impl Attempt {
         bytes
     }
 
-    pub(super) fn to_verify(&mut self, key: &Key) -> Option<(Tag, RegionId, Vec<Extent>)> {
+    pub(super) fn begin_verify(&mut self, key: &Key) -> Option<(Tag, RegionId, Vec<Extent>)> {
         let page = self.pages.get_mut(key)?;
         let tag = page.item.as_ref()?.tag;
         page.stage = Stage::Verifying;
@@ -340,32 +339,37 @@ impl Attempt {
         self.progress = now;
         self.op_over(key);
         let Some(page) = self.pages.get(key) else { return false };
-        let Some(group) = self.groups.get_mut(&page.target.group) else { return false };
+        let id = page.target.group;
+        let Some(group) = self.groups.get_mut(&id) else { return false };
         if group.is_retried {
             return true;
         }
         group.is_broken = true;
+        self.broken.insert(id);
         false
     }
 
     /// Broken groups with nothing in flight: from here on they wait for fresh targets.
     pub(super) fn take_fresh(&mut self) -> Vec<(u32, Vec<Key>)> {
         let mut fresh = Vec::new();
-        for (id, group) in &mut self.groups {
-            if group.is_broken && group.in_flight == 0 {
-                group.is_broken = false;
-                group.is_retried = true;
-                group.is_waiting = true;
-                for key in &group.keys {
-                    if let Some(page) = self.pages.get_mut(key) {
-                        if page.stage == Stage::Good {
-                            self.good -= 1;
-                        }
-                        page.stage = Stage::Idle;
-                    }
-                }
-                fresh.push((*id, group.keys.clone()));
+        for id in core::mem::take(&mut self.broken) {
+            let Some(group) = self.groups.get_mut(&id) else { continue };
+            if group.in_flight > 0 {
+                self.broken.insert(id);
+                continue;
             }
+            group.is_broken = false;
+            group.is_retried = true;
+            group.is_waiting = true;
+            for key in &group.keys {
+                if let Some(page) = self.pages.get_mut(key) {
+                    if page.stage == Stage::Good {
+                        self.good -= 1;
+                    }
+                    page.stage = Stage::Idle;
+                }
+            }
+            fresh.push((id, group.keys.clone()));
         }
         fresh
     }

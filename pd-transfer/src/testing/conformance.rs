@@ -265,7 +265,7 @@ fn drain(pair: &mut Pair, taken: u64) {
     let mut answered = BTreeSet::new();
     let why = loop {
         match pair.target.next() {
-            TransportEvent::GetDone { op, .. } | TransportEvent::GetFailed { op, .. } => {
+            TransportEvent::GetDone { op, .. } | TransportEvent::GetLost { op, .. } => {
                 assert!(answered.insert(op), "{op} was answered twice");
             }
             TransportEvent::PeerLost { why, .. } => break why,

@@ -118,6 +118,7 @@ impl Faulty {
                 match &event {
                     TransportEvent::GetDone { peer, op } => lock(&seen).landed(*peer, *op),
                     TransportEvent::GetStale { peer, op }
+                    | TransportEvent::GetLost { peer, op }
                     | TransportEvent::GetFailed { peer, op, .. } => {
                         let mut state = lock(&seen);
                         state.targets.remove(&(*peer, *op));

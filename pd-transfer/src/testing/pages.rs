@@ -4,10 +4,10 @@
 use super::Rng;
 use crate::copy::{read, set_guard, write};
 use crate::driver::{DriverHandle, UpcallSink, Verifier};
-use crate::receiver::Verify;
 use crate::endpoint::Upcall;
 use crate::hash::hash128;
 use crate::receiver::Target;
+use crate::receiver::Verify;
 use crate::transport::RegionOwner;
 use crate::wire::{
     AttemptId, Extent, FinalRecord, Guard, Identity, Item, Key, RegionId, Tag, code,

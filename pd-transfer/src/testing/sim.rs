@@ -14,7 +14,7 @@ use crate::endpoint::{Action, Endpoint, EndpointConfig, Upcall};
 use crate::get::GetOutcome;
 use crate::id::{OpId, PeerId, Time};
 use crate::link::{LinkConfig, Side};
-use crate::receiver::ReceiverConfig;
+use crate::receiver::{ReceiverConfig, RetargetError};
 use crate::sender::SenderConfig;
 use crate::wire::{
     AttemptId, Fingerprint, Hello, Incarnation, Limits, MAX_MESSAGE_BYTES, PROTO_VERSION,
@@ -101,14 +101,40 @@ impl Faults {
 enum Event {
     /// Something may go wrong, or a new attempt begin.
     Tick,
-    Deliver { link: usize, to: usize, bytes: Vec<u8> },
+    Deliver {
+        link: usize,
+        to: usize,
+        bytes: Vec<u8>,
+    },
     /// The first or the second half of a get is read.
-    Read { node: usize, epoch: u64, op: u64, half: usize },
-    Verified { node: usize, epoch: u64, op: u64 },
-    Lost { link: usize, node: usize, epoch: u64 },
-    Connect { decode: usize, prefill: usize },
-    Compute { node: usize, epoch: u64, attempt: AttemptId },
-    Heal { link: usize },
+    Read {
+        node: usize,
+        epoch: u64,
+        op: u64,
+        half: usize,
+    },
+    Verified {
+        node: usize,
+        epoch: u64,
+        op: u64,
+    },
+    Lost {
+        link: usize,
+        node: usize,
+        epoch: u64,
+    },
+    Connect {
+        decode: usize,
+        prefill: usize,
+    },
+    Compute {
+        node: usize,
+        epoch: u64,
+        attempt: AttemptId,
+    },
+    Heal {
+        link: usize,
+    },
 }
 
 #[derive(Clone, Debug)]
@@ -376,8 +402,7 @@ impl World {
             .collect();
         for op in lost {
             self.nodes[node].flights.remove(&op);
-            let outcome = GetOutcome::Error(String::from("link lost"));
-            self.nodes[node].endpoint.handle_got(self.now, OpId(op), outcome);
+            self.nodes[node].endpoint.handle_got(self.now, OpId(op), GetOutcome::Lost);
         }
         self.nodes[node].endpoint.handle_peer_lost(self.now, peer, "lost");
     }
@@ -446,7 +471,13 @@ impl World {
         }
         self.damage(node, &flight);
         self.nodes[node].flights.remove(&op);
-        let outcome = if flight.is_stale { GetOutcome::Stale } else { GetOutcome::Done };
+        let outcome = if self.rng.chance(self.faults.damage / 8) {
+            GetOutcome::Error(String::from("the transport gave up"))
+        } else if flight.is_stale {
+            GetOutcome::Stale
+        } else {
+            GetOutcome::Done
+        };
         self.nodes[node].endpoint.handle_got(self.now, OpId(op), outcome);
     }
 
@@ -474,8 +505,7 @@ impl World {
                 Action::Get { peer, get }
                     if self.links[(peer.0 / 2) as usize].is_told[(peer.0 % 2) as usize] =>
                 {
-                    let outcome = GetOutcome::Error(format!("{peer} is not connected"));
-                    self.nodes[node].endpoint.handle_got(self.now, get.op, outcome);
+                    self.nodes[node].endpoint.handle_got(self.now, get.op, GetOutcome::Lost);
                 }
                 Action::Get { peer, get } => {
                     let page = get.target[0].offset as usize / PAGE;
@@ -540,12 +570,10 @@ impl World {
                 assert!(self.open_requests.remove(&(node, attempt)), "{attempt} released twice");
                 self.nodes[node].release_job(attempt);
             }
-            Upcall::Fresh { attempt, groups } => {
-                match self.nodes[node].replace(attempt, &groups) {
-                    Some(targets) => self.nodes[node].endpoint.retarget(now, attempt, targets),
-                    None => self.nodes[node].endpoint.cancel(now, attempt),
-                }
-            }
+            Upcall::Fresh { attempt, groups } => match self.nodes[node].replace(attempt, &groups) {
+                Some(targets) => self.nodes[node].endpoint.retarget(now, attempt, targets),
+                None => self.nodes[node].endpoint.cancel(now, attempt),
+            },
             Upcall::Completed { attempt, record } => {
                 self.report.completed += 1;
                 let wrong = self.nodes[node].complete(attempt, &record);
@@ -563,6 +591,8 @@ impl World {
                 self.nodes[node].peers.retain(|known| *known != peer);
             }
             Upcall::NotOffered { error, .. } => panic!("{error}"),
+            // It failed while the fresh pages were looked for; they go with its other pages.
+            Upcall::NotRetargeted { error: RetargetError::Ended(_), .. } => {}
             Upcall::NotRetargeted { error, .. } => panic!("{error}"),
             Upcall::Refused { text, .. } => panic!("{text}"),
             Upcall::Overdue { .. } | Upcall::Event(_) => {}

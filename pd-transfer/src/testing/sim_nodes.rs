@@ -171,11 +171,7 @@ impl Node {
                 tag: tag(&key, &bytes),
                 region: RegionId(0),
                 extents: vec![Extent { offset, len: PAGE as u32 }],
-                guard: Guard {
-                    region: RegionId(1),
-                    offset: page as u64 * 8,
-                    expect: generation,
-                },
+                guard: Guard { region: RegionId(1), offset: page as u64 * 8, expect: generation },
             });
         }
         let fresh = job.items[first..].to_vec();
@@ -211,12 +207,7 @@ impl Node {
     }
 
     /// Decode: reserves targets and describes the attempt. None if they do not fit.
-    pub(super) fn open(
-        &mut self,
-        attempt: AttemptId,
-        peer: PeerId,
-        count: usize,
-    ) -> Option<Start> {
+    pub(super) fn open(&mut self, attempt: AttemptId, peer: PeerId, count: usize) -> Option<Start> {
         let pages = self.memory.reserve(attempt, count)?;
         let plan = pages.iter().enumerate().map(|(n, page)| target(n, *page)).collect();
         self.runs.insert(attempt, Run { pages, quarantined: Vec::new(), is_failed: false });

@@ -29,13 +29,10 @@ fn linked(factory: TransportFactory, verifier: Option<Arc<dyn Verifier>>) -> (Pr
 
 #[test]
 fn a_hundred_pages_arrive_verified() {
-    for (factory, client, address) in [
-        (Tcp::factory(), Tcp::factory(), "127.0.0.1:0"),
-        {
-            let net = InProcessNet::new();
-            (net.factory(), net.factory(), "prefill")
-        },
-    ] {
+    for (factory, client, address) in [(Tcp::factory(), Tcp::factory(), "127.0.0.1:0"), {
+        let net = InProcessNet::new();
+        (net.factory(), net.factory(), "prefill")
+    }] {
         let prefill = Prefill::new(factory, address, SenderConfig::default());
         let mut decode = Side::decode(client, None, layout());
         decode.connect(prefill.address());
@@ -99,8 +96,7 @@ fn a_page_damaged_twice_fails_the_attempt() {
 
 #[test]
 fn without_the_check_a_damaged_page_gets_through() {
-    let (_prefill, mut decode) =
-        linked(faulty(Fault::Zero, |n| n == 40), Some(Arc::new(Trusting)));
+    let (_prefill, mut decode) = linked(faulty(Fault::Zero, |n| n == 40), Some(Arc::new(Trusting)));
     decode.start(attempt(1), REQUEST);
     decode.record(attempt(1));
     assert_eq!(decode.wrong_pages(attempt(1), REQUEST, 0).len(), 1);

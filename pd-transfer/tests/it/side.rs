@@ -57,14 +57,8 @@ impl Prefill {
         let handle = Driver::spawn(config, factory, Arc::new(Trusting), upcalls).unwrap();
         server.attach(handle.clone());
         let address = handle.listen_address().unwrap().into();
-        let side = Side {
-            handle,
-            news,
-            kept: Vec::new(),
-            memory,
-            peer: None,
-            plans: BTreeMap::new(),
-        };
+        let side =
+            Side { handle, news, kept: Vec::new(), memory, peer: None, plans: BTreeMap::new() };
         Self { side: Mutex::new(side), server, address }
     }
 
@@ -169,13 +163,7 @@ impl Side {
         self.begin(attempt, asked, planned, targets(planned, RegionId(0), 0));
     }
 
-    fn begin(
-        &mut self,
-        attempt: AttemptId,
-        asked: Request,
-        planned: Request,
-        plan: Vec<Target>,
-    ) {
+    fn begin(&mut self, attempt: AttemptId, asked: Request, planned: Request, plan: Vec<Target>) {
         self.plans.insert(attempt, plan.clone());
         let start = Start {
             attempt,

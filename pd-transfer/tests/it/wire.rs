@@ -153,8 +153,7 @@ proptest! {
 fn reseal(bytes: &mut [u8]) {
     let body = (bytes.len() - HEADER_BYTES) as u32;
     bytes[HEADER_BYTES - 12..HEADER_BYTES - 8].copy_from_slice(&body.to_le_bytes());
-    let sum =
-        pd_transfer::hash::checksum64(&bytes[..HEADER_BYTES - 8], &bytes[HEADER_BYTES..]);
+    let sum = pd_transfer::hash::checksum64(&bytes[..HEADER_BYTES - 8], &bytes[HEADER_BYTES..]);
     bytes[HEADER_BYTES - 8..HEADER_BYTES].copy_from_slice(&sum.to_le_bytes());
 }
 

@@ -7,8 +7,8 @@
 use super::pools::{POOLS, PoolError, Pools};
 use dsa_kernels::Mem;
 use kv_pool::{
-    ChainHash, Fingerprint, Namespace, PageRef, PageTable, PageTag, PlanEntry, PoolKind,
-    TagInput, digest_parts, tag,
+    ChainHash, Fingerprint, Namespace, PageRef, PageTable, PageTag, PlanEntry, PoolKind, TagInput,
+    digest_parts, tag,
 };
 use pd_transfer::driver::Verifier;
 use pd_transfer::receiver::{Target, Verify};
@@ -18,12 +18,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// What tags are bound to beside the bytes: the tokens of one prompt and the layout.
 #[derive(Clone, Debug)]
-pub struct TagContext {
+pub struct TagBinding {
     fingerprint: Fingerprint,
     chains: Vec<ChainHash>,
 }
 
-impl TagContext {
+impl TagBinding {
     /// Context of a prompt.
     #[must_use]
     pub fn new(fingerprint: Fingerprint, tokens: &[u32]) -> Self {
@@ -71,12 +71,7 @@ pub fn page_of(table: &PageTable, entry: &PlanEntry) -> Option<PageRef> {
 fn extents_of(pools: &Pools, entry: &PlanEntry, page: PageRef) -> Option<Vec<Extent>> {
     let base = pools.offset(entry.kind, entry.layer, page)?;
     let inside = pools.geometry().extents(entry.kind, entry.rows);
-    Some(
-        inside
-            .iter()
-            .map(|e| Extent { offset: base + u64::from(e.offset), len: e.len })
-            .collect(),
-    )
+    Some(inside.iter().map(|e| Extent { offset: base + u64::from(e.offset), len: e.len }).collect())
 }
 
 /// Group of pages that are retried together: all layers of one page index.
@@ -110,7 +105,7 @@ fn missing(entry: &PlanEntry) -> HandoffError {
 pub fn offer(
     pools: &Pools,
     table: &PageTable,
-    context: &TagContext,
+    context: &TagBinding,
     entries: &[PlanEntry],
 ) -> Result<Vec<Item>, HandoffError> {
     let mut scratch = Vec::new();
@@ -171,7 +166,7 @@ fn tag_of(
 #[derive(Debug)]
 pub struct PageVerifier {
     mems: [Mem; 3],
-    prompts: Mutex<BTreeMap<[u8; 16], Arc<TagContext>>>,
+    prompts: Mutex<BTreeMap<[u8; 16], Arc<TagBinding>>>,
 }
 
 impl PageVerifier {
@@ -185,7 +180,7 @@ impl PageVerifier {
     }
 
     /// Names the prompt of an attempt, before its first page can land.
-    pub fn expect(&self, attempt: AttemptId, context: Arc<TagContext>) {
+    pub fn expect(&self, attempt: AttemptId, context: Arc<TagBinding>) {
         self.prompts.lock().unwrap_or_else(PoisonError::into_inner).insert(attempt.0, context);
     }
 
@@ -194,7 +189,7 @@ impl PageVerifier {
         self.prompts.lock().unwrap_or_else(PoisonError::into_inner).remove(&attempt.0);
     }
 
-    fn context(&self, attempt: AttemptId) -> Option<Arc<TagContext>> {
+    fn context(&self, attempt: AttemptId) -> Option<Arc<TagBinding>> {
         self.prompts.lock().unwrap_or_else(PoisonError::into_inner).get(&attempt.0).cloned()
     }
 }

@@ -170,7 +170,7 @@ impl FirstToken {
 
 fn read<'a, T>(bytes: &'a [u8], what: &'static str) -> Result<T, PayloadError>
 where
-    T: wincode::SchemaRead<'a, wincode::config::DefaultConfig, Dst = T>,
+    T: SchemaRead<'a, wincode::config::DefaultConfig, Dst = T>,
 {
     wincode::deserialize_exact(bytes)
         .map_err(|_| PayloadError::Malformed { what, bytes: bytes.len() })

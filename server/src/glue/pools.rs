@@ -5,8 +5,8 @@
 
 use dsa_kernels::{Device, DeviceError, Mem, Place};
 use kv_pool::{
-    CacheKind, Geometry, Owner, PageError, PagePool, PageRef, PageState, PageTable, PoolFull, PoolKind, Proof,
-    Removed,
+    CacheKind, Geometry, Owner, PageError, PagePool, PageRef, PageState, PageTable, PoolFull,
+    PoolKind, Proof, Removed,
 };
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -90,7 +90,13 @@ impl Pools {
             for index in 0..count {
                 mem.store_word(words + u64::from(index) * 8, pages.generation(index))?;
             }
-            Ok::<_, DeviceError>(Slab { pages, mem, count, words, written: vec![false; count as usize] })
+            Ok::<_, DeviceError>(Slab {
+                pages,
+                mem,
+                count,
+                words,
+                written: vec![false; count as usize],
+            })
         };
         let slabs = [slab(PoolKind::Block)?, slab(PoolKind::Window)?, slab(PoolKind::Carry)?];
         Ok(Self { geometry, slabs })
@@ -141,7 +147,12 @@ impl Pools {
     }
 
     /// Takes zeroed pages in state `Filling` for one owner.
-    pub fn take(&mut self, kind: PoolKind, count: u32, owner: Owner) -> Result<Vec<PageRef>, PoolError> {
+    pub fn take(
+        &mut self,
+        kind: PoolKind,
+        count: u32,
+        owner: Owner,
+    ) -> Result<Vec<PageRef>, PoolError> {
         let taken = self.slabs[slot(kind)].pages.reserve(count, owner)?;
         for &page in &taken {
             self.zero(page)?;
@@ -152,7 +163,8 @@ impl Pools {
 
     fn zero(&mut self, page: PageRef) -> Result<(), PoolError> {
         let count = self.count(page.pool);
-        let used = std::mem::replace(&mut self.slabs[slot(page.pool)].written[page.index as usize], true);
+        let used =
+            std::mem::replace(&mut self.slabs[slot(page.pool)].written[page.index as usize], true);
         if !used {
             return Ok(()); // fresh memory is zero
         }
@@ -175,7 +187,12 @@ impl Pools {
     }
 
     /// Takes an owner off a page; the last one frees it.
-    pub fn remove_owner(&mut self, page: PageRef, owner: Owner, proof: Option<Proof>) -> Result<Removed, PoolError> {
+    pub fn remove_owner(
+        &mut self,
+        page: PageRef,
+        owner: Owner,
+        proof: Option<Proof>,
+    ) -> Result<Removed, PoolError> {
         let removed = self.slabs[slot(page.pool)].pages.remove_owner(page, owner, proof)?;
         self.publish(page.pool)?;
         Ok(removed)

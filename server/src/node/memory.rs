@@ -20,7 +20,7 @@ fn machine_bytes() -> Option<u64> {
 
 /// Bytes for the pages of one worker: as asked, or a quarter of the machine's and at most 1 GiB.
 #[must_use]
-pub fn budget(asked_mib: Option<u64>) -> u64 {
+pub(super) fn budget(asked_mib: Option<u64>) -> u64 {
     match asked_mib {
         Some(mib) => mib.saturating_mul(MIB),
         None => machine_bytes().map_or(DEFAULT_MAX, |bytes| (bytes / 4).min(DEFAULT_MAX)),
@@ -29,18 +29,22 @@ pub fn budget(asked_mib: Option<u64>) -> u64 {
 
 /// What decides how memory is divided.
 #[derive(Clone, Copy, Debug)]
-pub struct Shape {
+pub(super) struct Shape {
     /// Tokens of a step.
-    pub step_tokens: u32,
+    pub(super) step_tokens: u32,
     /// Sequences that may run.
-    pub running: u32,
+    pub(super) running: u32,
     /// Tokens of a sequence.
-    pub context_length: u32,
+    pub(super) context_length: u32,
 }
 
 /// Divides `bytes`: window and carry pages for every running sequence (windows at most half of
 /// the memory), blocks with the rest. There is room for one sequence of full length at least.
-pub fn divide(geometry: &Geometry, bytes: u64, shape: Shape) -> Result<PageCounts, ConfigError> {
+pub(super) fn divide(
+    geometry: &Geometry,
+    bytes: u64,
+    shape: Shape,
+) -> Result<PageCounts, ConfigError> {
     let per = |kind| geometry.bytes_per_index(kind).max(1);
     let per_sequence = (shape.step_tokens + WINDOW_TOKENS - 1).div_ceil(WINDOW_PAGE_ROWS) + 1;
     let carry = shape.running + SPARE;
@@ -58,7 +62,11 @@ pub fn divide(geometry: &Geometry, bytes: u64, shape: Shape) -> Result<PageCount
     let least = u64::from(shape.context_length.div_ceil(BLOCK_TOKENS) + SPARE);
     if blocks < least {
         let needed = (fixed + least * per(PoolKind::Block)).div_ceil(MIB);
-        return Err(ConfigError::Memory { mib: bytes / MIB, context: shape.context_length, needed });
+        return Err(ConfigError::Memory {
+            mib: bytes / MIB,
+            context: shape.context_length,
+            needed,
+        });
     }
     Ok(PageCounts {
         block: u32::try_from(blocks).unwrap_or(u32::MAX).min(1 << 24),

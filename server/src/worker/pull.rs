@@ -4,7 +4,7 @@
 use super::sequence::State;
 use super::{Peer, Worker};
 use crate::engine::FailureKind;
-use crate::glue::handoff::{TagContext, group_of, page_of, targets};
+use crate::glue::handoff::{TagBinding, group_of, page_of, targets};
 use crate::glue::payload::{FirstToken, PrefillRequest};
 use crate::glue::pools::PoolError;
 use crate::scheduler::SeqId;
@@ -74,7 +74,9 @@ impl Worker {
                 return true;
             }
         };
-        let (Some(link), Some(seq)) = (&self.link, self.sequences.get_mut(&id)) else { return false };
+        let (Some(link), Some(seq)) = (&self.link, self.sequences.get_mut(&id)) else {
+            return false;
+        };
         let n = seq.tokens.len() as u32;
         let plan = handoff_plan(self.pools.geometry(), n, 0);
         let landing = match targets(&self.pools, &table, &plan) {
@@ -86,7 +88,7 @@ impl Worker {
             panic!("read random bytes for an attempt's id: {error}");
         }
         let attempt = AttemptId(bytes);
-        let context = Arc::new(TagContext::new(link.fingerprint, &seq.tokens));
+        let context = Arc::new(TagBinding::new(link.fingerprint, &seq.tokens));
         link.verifier.expect(attempt, Arc::clone(&context));
         let request = PrefillRequest {
             id: seq.name.clone(),
@@ -204,7 +206,11 @@ impl Worker {
         let first = match FirstToken::decode(&record.payload, vocab) {
             Ok(first) if first.tokens as usize == seq.prompt_len => first,
             Ok(first) => {
-                tracing::warn!(sequence = id, computed = first.tokens, "peer computed another prompt length");
+                tracing::warn!(
+                    sequence = id,
+                    computed = first.tokens,
+                    "peer computed another prompt length"
+                );
                 seq.state = State::Unwinding { recompute: true };
                 return self.unwound(id);
             }

@@ -3,7 +3,7 @@
 use super::sequence::{Origin, Sequence, State};
 use super::{Worker, pages};
 use crate::engine::FailureKind;
-use crate::glue::handoff::{TagContext, offer, page_of};
+use crate::glue::handoff::{TagBinding, offer, page_of};
 use crate::glue::payload::{FirstToken, PrefillRequest};
 use crate::scheduler::SeqId;
 use dsv4_model::sample::Sampled;
@@ -11,18 +11,20 @@ use kv_pool::{BLOCK_TOKENS, Owner, PageRef, PlanEntry, PoolKind, Proof, handoff_
 use pd_transfer::id::PeerId;
 use pd_transfer::sender::Proof as ReleaseProof;
 use pd_transfer::wire::{AttemptId, FinalRecord};
+use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// Why a prefill worker refuses an attempt; travels in `Reject`.
-pub mod code {
+pub(super) mod code {
     use pd_transfer::wire::code::UPPER;
 
     /// The request makes no sense to this worker.
-    pub const BAD_REQUEST: u16 = UPPER;
+    pub(in crate::worker) const BAD_REQUEST: u16 = UPPER;
     /// No room for it now.
-    pub const BUSY: u16 = UPPER + 1;
+    pub(in crate::worker) const BUSY: u16 = UPPER + 1;
     /// It was accepted and then failed here.
-    pub const FAILED: u16 = UPPER + 2;
+    pub(in crate::worker) const FAILED: u16 = UPPER + 2;
 }
 
 /// Pages that a peer may read until it says that it is done or its link is fenced.
@@ -31,12 +33,18 @@ pub(super) struct Lent {
     /// The sequence whose promise of pages stands until they are back.
     seq: SeqId,
     reader: Owner,
-    pages: Vec<PageRef>,
+    pages: BTreeSet<PageRef>,
 }
 
 impl Worker {
     /// A decode worker wants a prompt computed.
-    pub(super) fn requested(&mut self, attempt: AttemptId, peer: PeerId, request: &[u8], have: u32) {
+    pub(super) fn requested(
+        &mut self,
+        attempt: AttemptId,
+        peer: PeerId,
+        request: &[u8],
+        have: u32,
+    ) {
         if let Err((code, text)) = self.try_request(attempt, peer, request, have) {
             tracing::warn!(%attempt, code, text, "prefill request refused");
             self.command(attempt, |driver| driver.reject(attempt, code, &text));
@@ -63,6 +71,9 @@ impl Worker {
             let text = format!("a prompt of {tokens} tokens never fits this worker's pages");
             return Err((code::BAD_REQUEST, text));
         }
+        if self.shared.draining.load(Ordering::Acquire) {
+            return Err((code::BUSY, "this prefill worker is shutting down".to_owned()));
+        }
         if self.scheduler.waiting() >= self.config.max_queued as usize {
             let text = format!("{} prompts are waiting already", self.scheduler.waiting());
             return Err((code::BUSY, text));
@@ -70,7 +81,7 @@ impl Worker {
         let Some(link) = &self.link else { return Ok(()) };
         let id = self.next_id;
         self.next_id += 1;
-        let context = Arc::new(TagContext::new(link.fingerprint, &request.prompt));
+        let context = Arc::new(TagBinding::new(link.fingerprint, &request.prompt));
         let plan = handoff_plan(self.pools.geometry(), tokens as u32, have);
         let seq = Sequence {
             id,
@@ -127,10 +138,8 @@ impl Worker {
             .collect();
         let Some(table) = &seq.table else { return };
         // The part-filled pages are snapshots from now on: nothing writes to them any more.
-        let open: Vec<PageRef> = table
-            .all_pages()
-            .filter(|page| self.pools.is_filling(*page))
-            .collect();
+        let open: Vec<PageRef> =
+            table.all_pages().filter(|page| self.pools.is_filling(*page)).collect();
         for page in open {
             if let Err(error) = self.pools.seal(page) {
                 panic!("seal the pages of sequence {id}: {error}");
@@ -164,19 +173,19 @@ impl Worker {
         };
         let Origin::Peer { attempt, offered, .. } = &mut seq.origin else { return false };
         let attempt = *attempt;
-        let lent = self
-            .lent
-            .entry(attempt)
-            .or_insert_with(|| Lent { seq: id, reader: Owner::RemoteReader(id), pages: Vec::new() });
+        let lent = self.lent.entry(attempt).or_insert_with(|| Lent {
+            seq: id,
+            reader: Owner::RemoteReader(id),
+            pages: BTreeSet::new(),
+        });
         for entry in entries {
             let Some(page) = page_of(table, entry) else { continue };
-            if lent.pages.contains(&page) {
+            if !lent.pages.insert(page) {
                 continue;
             }
             if let Err(error) = self.pools.add_owner(page, lent.reader) {
                 panic!("lend a page of sequence {id}: {error}");
             }
-            lent.pages.push(page);
         }
         offered.extend(items.iter().cloned());
         self.command(attempt, |driver| driver.ready(attempt, items));

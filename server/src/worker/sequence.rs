@@ -1,7 +1,7 @@
 //! One sequence: its tokens, its pages and where it stands.
 
 use crate::engine::{Event, FailureKind, FinishReason, GenerateRequest, Usage};
-use crate::glue::handoff::TagContext;
+use crate::glue::handoff::TagBinding;
 use crate::scheduler::SeqId;
 use dsv4_model::sample::{Sampled, SamplingParams};
 use kv_pool::{Owner, PageRef, PageTable, PlanEntry};
@@ -71,7 +71,7 @@ pub(super) struct Sequence {
     pub(super) stop_tokens: Vec<u32>,
     pub(super) blocks_sealed: u32,
     pub(super) windows_sealed: u32,
-    pub(super) context: Option<Arc<TagContext>>,
+    pub(super) context: Option<Arc<TagBinding>>,
     pub(super) peer: Option<PeerId>,
     pub(super) quarantined: Vec<PageRef>,
 }

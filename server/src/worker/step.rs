@@ -1,7 +1,7 @@
 //! One step: pages, forward pass, sampling.
 
-use super::sequence::{Commit, Origin, State};
 use super::Worker;
+use super::sequence::{Commit, Origin, State};
 use crate::engine::FailureKind;
 use crate::scheduler::{SeqId, Share};
 use dsv4_model::sample::{Sampled, sample};

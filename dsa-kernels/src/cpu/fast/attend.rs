@@ -2,6 +2,7 @@
 //! two rows are multiplied in registers at a time.
 
 #![expect(clippy::needless_range_loop, reason = "a head number indexes several arrays")]
+#![expect(unsafe_code, reason = "vector instructions, and outputs filled by several threads")]
 
 use super::gemm::round_bf16;
 use super::rows::load_row;

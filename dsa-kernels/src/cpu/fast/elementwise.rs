@@ -3,6 +3,8 @@
 //!
 //! Every `pub(crate) unsafe fn` here asks for the same: the machine has AVX2, FMA and F16C.
 
+#![expect(unsafe_code, reason = "vector instructions, and outputs filled by several threads")]
+
 use super::gemm::{self, Product};
 use super::rows::load_row;
 use super::team::{Parts, Scratch, Team};

@@ -6,6 +6,8 @@
 //! every FP8 and FP4 checkpoint matrix with ordinary scales), else FP32; BF16 halves the bytes
 //! that a decode step reads. With many input rows a panel is widened once into scratch.
 
+#![expect(unsafe_code, reason = "vector instructions, and outputs filled by several threads")]
+
 use super::team::{Line, Parts, Scratch, Team};
 use crate::cpu::{body, pack};
 use crate::error::KernelError;

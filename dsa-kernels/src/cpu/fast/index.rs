@@ -2,6 +2,7 @@
 //! multiplied with it in registers, with relu and head weight applied at once.
 
 #![expect(clippy::needless_range_loop, reason = "a head number indexes several arrays")]
+#![expect(unsafe_code, reason = "vector instructions, and outputs filled by several threads")]
 
 use super::rows::load_row;
 use super::team::{Parts, Scratch, Team};

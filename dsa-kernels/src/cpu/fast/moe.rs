@@ -1,6 +1,8 @@
 //! Experts: tokens are gathered per expert, multiplied as matrices, and summed per token in
 //! ascending order of expert number.
 
+#![expect(unsafe_code, reason = "vector instructions, and outputs filled by several threads")]
+
 use super::gemm::{FastWeight, Product, own, quantise_rows};
 use super::team::{Parts, Scratch, Team};
 use crate::cpu::body;

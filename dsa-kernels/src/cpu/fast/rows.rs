@@ -1,5 +1,7 @@
 //! Decoding cache rows with vector instructions: the same products as the scalar decoder.
 
+#![expect(unsafe_code, reason = "vector instructions")]
+
 use crate::cpu::rows;
 use crate::error::KernelError;
 use crate::ops::{PagedCache, RowFormat};
@@ -65,8 +67,8 @@ fn put(out: &mut [f32; 8], v: __m256) {
 
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn eight_bytes(bytes: &[u8; 8]) -> __m128i {
-    _mm_cvtsi64_si128(i64::from_le_bytes(*bytes))
+fn eight_bytes(bytes: [u8; 8]) -> __m128i {
+    _mm_cvtsi64_si128(i64::from_le_bytes(bytes))
 }
 
 /// `e4m3_decode(code) * scale`.
@@ -77,7 +79,7 @@ fn e4m3(codes: &[u8], scale: f32, out: &mut [f32]) {
     let (low, sign) = (_mm256_set1_epi32(0x7f), _mm256_set1_epi32(0x80));
     let nan = _mm256_set1_epi32(f32::NAN.to_bits() as i32);
     for (codes, out) in codes.as_chunks::<8>().0.iter().zip(out.as_chunks_mut::<8>().0) {
-        let code = _mm256_cvtepu8_epi32(eight_bytes(codes));
+        let code = _mm256_cvtepu8_epi32(eight_bytes(*codes));
         let magnitude = _mm256_and_si256(code, low);
         let value = _mm256_castsi256_ps(_mm256_slli_epi32(magnitude, 20));
         let value = _mm256_castps_si256(_mm256_mul_ps(value, bias));
@@ -95,7 +97,7 @@ fn e2m1(codes: &[u8; 16], scale: f32, out: &mut [f32; 32]) {
     let table = _mm256_setr_ps(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0);
     let (scale, nibble) = (_mm256_set1_ps(scale), _mm_set1_epi8(15));
     for (bytes, out) in codes.as_chunks::<8>().0.iter().zip(out.as_chunks_mut::<16>().0) {
-        let bytes = eight_bytes(bytes);
+        let bytes = eight_bytes(*bytes);
         let high = _mm_and_si128(_mm_srli_epi16(bytes, 4), nibble);
         let codes = _mm_unpacklo_epi8(_mm_and_si128(bytes, nibble), high);
         let halves = [codes, _mm_srli_si128(codes, 8)];

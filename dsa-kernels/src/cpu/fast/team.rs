@@ -1,11 +1,14 @@
 //! Threads, per-thread scratch memory, and outputs that several threads fill.
 
+#![expect(unsafe_code, reason = "outputs filled by several threads")]
+
 use crate::error::KernelError;
 use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut, Range};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, Thread};
 
 /// Nanoseconds of estimated work below which waking another thread does not pay.
 const WORTH_SHARING_NS: usize = 25_000;
@@ -15,6 +18,60 @@ const WORTH_SHARING_NS: usize = 25_000;
 pub(crate) struct Team {
     pool: Option<rayon::ThreadPool>,
     threads: usize,
+    /// Calls for help that no pool thread has answered yet.
+    unanswered: Arc<AtomicUsize>,
+}
+
+/// Lets pool threads into one operation, and its caller out when nobody is left inside. A caller
+/// never waits for a thread that has not come: on a busy machine that could take milliseconds.
+#[derive(Debug)]
+struct Gate {
+    /// Threads inside, plus [`Gate::CLOSED`].
+    state: AtomicUsize,
+    caller: Thread,
+}
+
+impl Gate {
+    const CLOSED: usize = 1 << 31;
+
+    fn new() -> Self {
+        Self { state: AtomicUsize::new(0), caller: thread::current() }
+    }
+
+    /// Comes in, unless the gate is closed; the thread is inside until the result is dropped.
+    fn enter(&self) -> Option<Inside<'_>> {
+        let one_more = |s: usize| (s & Self::CLOSED == 0).then_some(s + 1);
+        let entered = self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more);
+        entered.is_ok().then(|| Inside(self))
+    }
+}
+
+struct Inside<'a>(&'a Gate);
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        if self.0.state.fetch_sub(1, Ordering::AcqRel) == Gate::CLOSED + 1 {
+            self.0.caller.unpark();
+        }
+    }
+}
+
+/// Closes the gate when dropped and waits until nobody is inside, also when the caller panics.
+struct Closing<'a>(&'a Gate);
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        self.0.state.fetch_or(Gate::CLOSED, Ordering::AcqRel);
+        let mut tries = 0;
+        while self.0.state.load(Ordering::Acquire) != Gate::CLOSED {
+            tries += 1;
+            if tries < 2000 {
+                std::hint::spin_loop();
+            } else {
+                thread::park();
+            }
+        }
+    }
 }
 
 impl Team {
@@ -26,7 +83,32 @@ impl Team {
         };
         let pool = if threads > 1 { build(threads - 1) } else { None };
         let threads = if pool.is_some() { threads } else { 1 };
-        Self { pool, threads }
+        Self { pool, threads, unanswered: Arc::default() }
+    }
+
+    /// Runs `work` here and, if they come before it is over, on up to `helpers` pool threads.
+    fn together(&self, pool: &rayon::ThreadPool, helpers: usize, work: &(dyn Fn() + Sync)) {
+        let gate = Arc::new(Gate::new());
+        // SAFETY: only the lifetime changes. A pool thread calls it while it is inside of the gate,
+        // and `Closing` keeps this frame alive until the gate is closed with nobody inside.
+        let shared: &'static (dyn Fn() + Sync) = unsafe { std::mem::transmute(work) };
+        let closing = Closing(&gate);
+        for _ in 0..helpers {
+            // Threads that are behind with answering would not come in time for this either.
+            if self.unanswered.load(Ordering::Relaxed) >= 2 * self.threads {
+                break;
+            }
+            self.unanswered.fetch_add(1, Ordering::Relaxed);
+            let (gate, unanswered) = (Arc::clone(&gate), Arc::clone(&self.unanswered));
+            pool.spawn(move || {
+                unanswered.fetch_sub(1, Ordering::Relaxed);
+                if let Some(_inside) = gate.enter() {
+                    shared();
+                }
+            });
+        }
+        work();
+        drop(closing);
     }
 
     pub(crate) fn threads(&self) -> usize {
@@ -64,12 +146,7 @@ impl Team {
                 }
             }
         };
-        pool.in_place_scope(|scope| {
-            for _ in 1..self.threads.min(tasks) {
-                scope.spawn(|_| work());
-            }
-            work();
-        });
+        self.together(pool, self.threads.min(tasks) - 1, &work);
         let error = failed.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
         error.map_or(Ok(()), Err)
     }
@@ -109,9 +186,9 @@ pub(crate) struct Scratch {
     len: usize,
 }
 
-/// Buffers kept by a thread, and the size in lines above which a buffer is not kept (64 MiB).
+/// Buffers kept by a thread, and the size in lines above which a buffer is not kept (16 MiB).
 const KEPT: usize = 12;
-const KEPT_LINES: usize = 1 << 20;
+const KEPT_LINES: usize = 1 << 18;
 
 impl Scratch {
     pub(crate) fn new(len: usize) -> Self {
@@ -192,5 +269,100 @@ impl<'a, T> Parts<'a, T> {
     pub(crate) fn at(&self, i: usize) -> *mut T {
         assert!(i <= self.len, "part outside of the output");
         self.start.wrapping_add(i)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: usize = usize::MAX / 2;
+
+    #[test]
+    fn every_task_runs_once_for_callers_that_share_a_team() {
+        let team = Team::new(3);
+        thread::scope(|scope| {
+            for caller in 0..4usize {
+                let team = &team;
+                scope.spawn(move || {
+                    for round in 0..500 {
+                        let mut counts = vec![0u32; 1 + (caller + round) % 40];
+                        let n = counts.len();
+                        let parts = Parts::new(&mut counts);
+                        team.run(n, LONG, |i| {
+                            // SAFETY: each task has its own element.
+                            unsafe { parts.range(i..i + 1)[0] += 1 };
+                            Ok(())
+                        })
+                        .unwrap();
+                        assert!(counts.iter().all(|c| *c == 1));
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_thread_that_comes_late_stays_outside() {
+        let gate = Gate::new();
+        let inside = gate.enter();
+        assert!(inside.is_some());
+        assert_eq!(gate.state.load(Ordering::Acquire), 1);
+        drop(inside);
+        drop(Closing(&gate));
+        assert!(gate.enter().is_none());
+        assert_eq!(gate.state.load(Ordering::Acquire), Gate::CLOSED);
+    }
+
+    #[test]
+    fn the_caller_waits_for_a_thread_inside() {
+        for _ in 0..200 {
+            let (gate, done) = (Gate::new(), AtomicUsize::new(0));
+            thread::scope(|scope| {
+                let inside = gate.enter();
+                scope.spawn(|| {
+                    thread::yield_now();
+                    done.store(1, Ordering::Relaxed);
+                    drop(inside);
+                });
+                drop(Closing(&gate));
+                assert_eq!(done.load(Ordering::Relaxed), 1);
+            });
+        }
+    }
+
+    #[test]
+    fn ranges_cover_all_rows_in_units() {
+        let team = Team::new(2);
+        for rows in [0, 1, 5, 24, 25, 1000] {
+            let seen = Mutex::new(vec![0; rows]);
+            team.run_rows(rows, 8, LONG / 1000, |r| {
+                assert!(r.start % 8 == 0 && (r.end % 8 == 0 || r.end == rows));
+                r.for_each(|i| seen.lock().unwrap()[i] += 1);
+                Ok(())
+            })
+            .unwrap();
+            assert!(seen.into_inner().unwrap().iter().all(|n| *n == 1));
+        }
+    }
+
+    #[test]
+    fn an_error_of_a_task_is_returned() {
+        let team = Team::new(2);
+        let error = team.run(50, LONG, |i| match i {
+            7 => Err(KernelError::Argument { op: "test", what: "seven" }),
+            _ => Ok(()),
+        });
+        assert_eq!(error.unwrap_err().to_string(), "test: seven");
+    }
+
+    #[test]
+    fn scratch_is_reused_and_has_the_length_asked_for() {
+        let first = Scratch::new(100);
+        let address = first.as_ptr();
+        assert_eq!((first.len(), address as usize % 64), (100, 0));
+        drop(first);
+        assert_eq!(Scratch::new(90).as_ptr(), address);
+        assert_eq!(Scratch::new(0).len(), 0);
     }
 }

@@ -10,7 +10,8 @@ use dsv4_server::config::Cli;
 use dsv4_server::engine::{Engine as _, Event, FailureKind, GenerateRequest, Health};
 use dsv4_server::node::{Node, NodeOptions};
 use kv_pool::{CacheKind, Geometry, IndexKeyType, Numerics};
-use pd_transfer::{AttemptId, Extent, Key, RegionId, Tag, Verifier};
+use pd_transfer::driver::Verifier;
+use pd_transfer::receiver::Verify;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -228,7 +229,7 @@ async fn damaged_record_or_offer_is_never_believed() {
 struct Believer;
 
 impl Verifier for Believer {
-    fn verify(&self, _: AttemptId, _: &Key, _: &Tag, _: RegionId, _: &[Extent]) -> bool {
+    fn verify(&self, _: &Verify) -> bool {
         true
     }
 }

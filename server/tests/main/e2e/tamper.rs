@@ -5,8 +5,12 @@
 //! addresses, lost packets and half-finished copies do.
 
 use kv_pool::{CacheKind, Geometry, PoolKind};
+use pd_transfer::get::Get;
+use pd_transfer::id::PeerId;
+use pd_transfer::transport::{
+    EventSink, RegionOwner, Transport, TransportError, TransportEvent, TransportFactory,
+};
 use pd_transfer::wire::{self, Extent, Message, RegionId};
-use pd_transfer::{Get, PeerId, RegionOwner, Transport, TransportError};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -109,9 +113,22 @@ impl Tamper {
         self.lock().done
     }
 
-    /// Puts itself around a transport.
-    pub(crate) fn wrap(&self, inner: Box<dyn Transport>) -> Box<dyn Transport> {
-        Box::new(Tampered { inner, tamper: self.clone() })
+    /// Puts itself around a transport: between it and its user for reads, between it and its event
+    /// sink for messages.
+    pub(crate) fn wrap(&self, inner: TransportFactory) -> TransportFactory {
+        let tamper = self.clone();
+        Box::new(move |sink: EventSink| {
+            let messages = tamper.clone();
+            let sink: EventSink = Arc::new(move |event| {
+                sink(match event {
+                    TransportEvent::Message { peer, bytes } => {
+                        TransportEvent::Message { peer, bytes: messages.damage_message(bytes) }
+                    }
+                    other => other,
+                });
+            });
+            Ok(Box::new(Tampered { inner: inner(sink)?, tamper }))
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -268,7 +285,7 @@ impl Transport for Tampered {
     }
 
     fn send(&mut self, to: PeerId, message: Vec<u8>) -> Result<(), TransportError> {
-        self.inner.send(to, self.tamper.damage_message(message))
+        self.inner.send(to, message)
     }
 
     fn get(&mut self, from: PeerId, mut get: Get) -> Result<(), TransportError> {
