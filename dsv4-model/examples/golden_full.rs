@@ -1,6 +1,6 @@
 //! All golden dialogues and prompts in every numerics, as figures.
 //!
-//! `cargo run --release -p dsv4-model --example golden_full`
+//! `cargo run --release -p dsv4-model --example golden_full -- [reference|fp4|fp8|bf16]`
 #![expect(clippy::print_stdout, reason = "figures are its output")]
 
 use dsa_kernels::cpu::CpuKernels;
@@ -81,7 +81,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("fp8", Numerics::Official, IndexKeyType::Fp8),
         ("bf16", Numerics::Official, IndexKeyType::Bf16),
     ];
-    for (name, numerics, index_key) in variants {
+    let only = std::env::args().nth(1);
+    let wanted = |name: &str| only.as_ref().is_none_or(|o| o == name);
+    for (name, numerics, index_key) in variants.into_iter().filter(|v| wanted(v.0)) {
         let options = LoadOptions { numerics, index_key, kernels: Arc::clone(&kernels) };
         let model = Model::load(&root.join("../models/dsv4-mini/checkpoint"), options)?;
         let limits = SessionLimits { step_tokens: CHUNK, seqs: 1, cached_tokens: 8192 };

@@ -31,13 +31,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+/// Puts another transport around the one that reads pages.
+pub type WrapTransport = Box<dyn Fn(TransportFactory) -> TransportFactory>;
+/// Puts another check around that of landed pages.
+pub type WrapVerifier = Box<dyn Fn(Arc<PageVerifier>) -> Arc<dyn Verifier>>;
+
 /// What tests may put in place of a part.
 #[derive(Default)]
 pub struct NodeOptions {
     /// Wraps the transport of a decode worker, which is the one that reads pages.
-    pub wrap_transport: Option<Box<dyn Fn(TransportFactory) -> TransportFactory>>,
+    pub wrap_transport: Option<WrapTransport>,
     /// Wraps the check of landed pages.
-    pub wrap_verifier: Option<Box<dyn Fn(Arc<PageVerifier>) -> Arc<dyn Verifier>>>,
+    pub wrap_verifier: Option<WrapVerifier>,
 }
 
 impl std::fmt::Debug for NodeOptions {

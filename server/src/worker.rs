@@ -255,11 +255,7 @@ impl Worker {
 
     /// Runs until told to stop or until nobody can reach it any more.
     pub fn run(mut self) {
-        loop {
-            match self.listen() {
-                Flow::Go => {}
-                Flow::Stop => break,
-            }
+        while let Flow::Go = self.listen() {
             self.admit();
             if self.scheduler.has_work() {
                 self.step();

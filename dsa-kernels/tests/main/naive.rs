@@ -393,6 +393,17 @@ fn pooling_equals_a_softmax_over_each_window() {
     }
 }
 
+/// `y += w2 . (weight * silu(min(w1 . x, limit)) * clamp(w3 . x, limit))`.
+fn add_expert(y: &mut [f64], x: &[f64], matrices: &[Matrix; 3], weight: f64, limit: f64) {
+    let [w1, w2, w3] = [0, 1, 2].map(|i| values(&matrices[i]));
+    let gated = |(w1, w3): (&Vec<f64>, &Vec<f64>)| {
+        let (g, u) = (dot(x, w1).min(limit), dot(x, w3).clamp(-limit, limit));
+        weight * g / (1.0 + (-g).exp()) * u
+    };
+    let h: Vec<f64> = w1.iter().zip(&w3).map(gated).collect();
+    y.iter_mut().zip(&w2).for_each(|(y, w)| *y += dot(&h, w));
+}
+
 #[test]
 fn router_and_experts_equal_their_formulas() {
     let (rng, t, d, inner, n, k) = (&mut Rng::new(18), 6, 64, 32, 5, 2);
@@ -452,14 +463,7 @@ fn router_and_experts_equal_their_formulas() {
             let mut want = vec![0.0; d];
             let routed = (0..k).map(|s| (chosen[token * k + s] as usize, weights[token * k + s]));
             for (e, weight) in routed.chain([(n, 1.0)]) {
-                let [w1, w2, w3] = [0, 1, 2].map(|i| values(&all[e][i]));
-                let h: Vec<f64> = (0..inner)
-                    .map(|i| {
-                        let (g, u) = (dot(&x, &w1[i]).min(0.5), dot(&x, &w3[i]).clamp(-0.5, 0.5));
-                        f64::from(weight) * g / (1.0 + (-g).exp()) * u
-                    })
-                    .collect();
-                want.iter_mut().zip(&w2).for_each(|(y, w)| *y += dot(&h, w));
+                add_expert(&mut want, &x, &all[e], f64::from(weight), 0.5);
             }
             (0..d).for_each(|i| near("moe", y[token * d + i], want[i], 1e-5));
         }

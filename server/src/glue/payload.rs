@@ -1,5 +1,6 @@
 //! What the two workers tell each other about a request, inside the hand-off's opaque payloads:
 //! the prompt and how to draw its first token one way, that token the other way.
+#![expect(clippy::mem_forget, reason = "the derived readers forget their partial values")]
 
 use dsv4_model::sample::{Sampled, SamplingParams};
 use wincode::{SchemaRead, SchemaWrite};

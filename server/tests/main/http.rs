@@ -130,10 +130,25 @@ fn assert_error(answer: &Answer, status: u16, code: &str, param: Option<&str>, w
     assert_eq!(error["type"], if client { "invalid_request_error" } else { "server_error" });
 }
 
-#[tokio::test]
-async fn wrong_requests_get_their_status_and_an_error_object() {
+type Wrong = (&'static str, Value, u16, &'static str, Option<&'static str>);
+
+/// Each request is refused with its status and an error object, and reaches no worker.
+async fn refuse(cases: impl IntoIterator<Item = Wrong>) {
     let server = Server::start().await;
-    for (path, fields, status, code, param) in [
+    for (path, fields, status, code, param) in cases {
+        let base = if path == CHAT { chat() } else { json!({"model": "dsv4-mini"}) };
+        let answer = server.client.post(path, &with(base, &fields)).await;
+        let mut what = fields.to_string();
+        what.truncate(80);
+        assert_error(&answer, status, code, param, &what);
+    }
+    assert!(server.engine.submitted.lock().unwrap().is_empty());
+    server.finish().await;
+}
+
+#[tokio::test]
+async fn wrong_messages_and_sampling_are_refused() {
+    refuse([
         (CHAT, json!({"model": "gpt-5"}), 404, "model_not_found", Some("model")),
         (CHAT, json!({"model": 7}), 400, "invalid_value", Some("model")),
         (CHAT, json!({"messages": null}), 400, "invalid_value", Some("messages")),
@@ -179,6 +194,13 @@ async fn wrong_requests_get_their_status_and_an_error_object() {
             "invalid_value",
             Some("top_logprobs"),
         ),
+    ])
+    .await;
+}
+
+#[tokio::test]
+async fn wrong_options_are_refused() {
+    refuse([
         (CHAT, json!({"logit_bias": {"x": 1}}), 400, "invalid_value", Some("logit_bias")),
         (CHAT, json!({"logit_bias": {"1": 101}}), 400, "invalid_value", Some("logit_bias")),
         (CHAT, json!({"stop": ""}), 400, "invalid_value", Some("stop")),
@@ -199,6 +221,13 @@ async fn wrong_requests_get_their_status_and_an_error_object() {
         ),
         (CHAT, json!({"stream_options": {}}), 400, "invalid_value", Some("stream_options")),
         (CHAT, json!({"stop_token_ids": [1, -1]}), 400, "invalid_value", Some("stop_token_ids")),
+    ])
+    .await;
+}
+
+#[tokio::test]
+async fn wrong_completions_are_refused() {
+    refuse([
         (COMPLETIONS, json!({}), 400, "invalid_value", Some("prompt")),
         (COMPLETIONS, json!({"prompt": []}), 400, "invalid_value", Some("prompt")),
         (COMPLETIONS, json!({"prompt": ["a", "b"]}), 400, "invalid_value", Some("prompt")),
@@ -228,15 +257,8 @@ async fn wrong_requests_get_their_status_and_an_error_object() {
             "context_length_exceeded",
             Some("messages"),
         ),
-    ] {
-        let base = if path == CHAT { chat() } else { json!({"model": "dsv4-mini"}) };
-        let answer = server.client.post(path, &with(base, &fields)).await;
-        let mut what = fields.to_string();
-        what.truncate(80);
-        assert_error(&answer, status, code, param, &what);
-    }
-    assert!(server.engine.submitted.lock().unwrap().is_empty());
-    server.finish().await;
+    ])
+    .await;
 }
 
 #[tokio::test]

@@ -214,7 +214,10 @@ fn port_of(address: &str) -> &str {
 impl Server {
     /// Starts a worker on free ports, with these flags beside.
     pub(crate) fn worker(mode: &str, flags: &str) -> Self {
-        let mut args = words("--port 0 --kv-memory-mib 192 --context-length 16384");
+        let mut args = words("--port 0 --kv-memory-mib 192");
+        if !flags.contains("--context-length") {
+            args.extend(words("--context-length 16384"));
+        }
         args.extend(words(&format!("--disaggregation-mode {mode} {flags}")));
         args.extend(["--model-path".to_owned(), MODEL.to_owned()]);
         if mode == "prefill" {

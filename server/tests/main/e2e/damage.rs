@@ -17,8 +17,9 @@ use std::sync::Arc;
 use std::time::Instant;
 use tokio::time::timeout;
 
-/// Two blocks, a tail, and windows of which the last is part-filled.
-const LENGTH: usize = 700;
+/// A full block, a part-filled one with rows of every cache, a part-filled window page, and open
+/// windows of both compressors (507 = 3 mod 4 = 123 mod 128) that the output completes.
+const LENGTH: usize = 507;
 const OUTPUT: u32 = 8;
 /// More often than the hand-off retries.
 const ALWAYS: u32 = u32::MAX;
@@ -51,7 +52,8 @@ impl Workers {
     fn start(mode: &str, options: &NodeOptions) -> Self {
         let flags = "--kv-memory-mib 192 --context-length 4096 --chunked-prefill-size 2048";
         let args = ["server", "--disaggregation-mode", mode, "--model-path", MODEL];
-        let cli = Cli::try_parse_from(args.into_iter().chain(flags.split(' '))).expect("good flags");
+        let cli =
+            Cli::try_parse_from(args.into_iter().chain(flags.split(' '))).expect("good flags");
         Self(Some(Node::start_with(&cli.serve, options).expect("the workers start")))
     }
 
@@ -79,7 +81,8 @@ impl Workers {
         let mut generation = self.node().engine().submit(request).expect("it is accepted");
         let mut answer = Vec::new();
         loop {
-            let event = timeout(PATIENCE, generation.events.recv()).await.expect("no request hangs");
+            let event =
+                timeout(PATIENCE, generation.events.recv()).await.expect("no request hangs");
             match event.expect("a stream of events has an end") {
                 Event::Token(one) => answer.push((one.token, one.logprob.to_bits())),
                 Event::Finished { .. } => return Ok(answer),
@@ -142,15 +145,19 @@ async fn disturbed(tamper: &Tamper, options: NodeOptions) -> Workers {
     workers
 }
 
-/// Two requests at once, so that an earlier one's bytes can be replayed to a later one.
-async fn both(workers: &Workers) -> [Result<Answer, FailureKind>; 2] {
+/// Answers to the first prompt, or to both at once, so that an earlier one's bytes can be replayed
+/// to the other.
+async fn ask(workers: &Workers, both: bool) -> Vec<Result<Answer, FailureKind>> {
     let [first, second] = prompts();
-    let (first, second) = tokio::join!(workers.answer(first), workers.answer(second));
-    [first, second]
+    if both {
+        let (first, second) = tokio::join!(workers.answer(first), workers.answer(second));
+        return vec![first, second];
+    }
+    vec![workers.answer(first).await]
 }
 
 #[track_caller]
-fn assert_right_or_error(what: &str, right: &[Answer; 2], found: [Result<Answer, FailureKind>; 2]) {
+fn assert_right_or_error(what: &str, right: &[Answer; 2], found: Vec<Result<Answer, FailureKind>>) {
     for (right, found) in right.iter().zip(found) {
         if let Ok(found) = found {
             assert_eq!(&found, right, "{what}: a different answer");
@@ -169,7 +176,7 @@ async fn page_damaged_once_is_pulled_again_and_the_answer_is_right() {
                 .map(|name| workers.metric(&format!("dsv4:transfer_{name}_total")));
             tamper.aim(Target::Pages { victim, damage, times: 1 });
             let what = format!("{damage:?} of {victim:?}");
-            let found = both(&workers).await;
+            let found = ask(&workers, damage == Damage::Replay).await;
             assert!(tamper.done() > 0, "{what} never happened");
             let after = ["mismatches", "group_retries"]
                 .map(|name| workers.metric(&format!("dsv4:transfer_{name}_total")));
@@ -191,9 +198,9 @@ async fn page_damaged_again_and_again_leads_to_a_prompt_computed_here() {
         let recomputed = workers.metric("dsv4:prompts_recomputed_total");
         tamper.aim(Target::Pages { victim, damage, times: ALWAYS });
         let what = format!("{damage:?} of {victim:?}");
-        assert_right_or_error(&what, &right, both(&workers).await);
+        assert_right_or_error(&what, &right, ask(&workers, false).await);
         let grown = workers.metric("dsv4:prompts_recomputed_total") - recomputed;
-        assert_eq!(grown, 2, "{what}: prompts computed by the decode worker");
+        assert_eq!(grown, 1, "{what}: prompts computed by the decode worker");
     }
 }
 
@@ -206,11 +213,11 @@ async fn damaged_record_or_offer_is_never_believed() {
     for name in ["Final", "Ready"] {
         targets.extend(DAMAGES.map(|damage| Target::Message { name, damage }));
     }
-    assert_right_or_error("nothing damaged", &right, both(&workers).await);
+    assert_right_or_error("nothing damaged", &right, ask(&workers, true).await);
     for target in targets {
         workers.ready().await;
         tamper.aim(target);
-        let found = both(&workers).await;
+        let found = ask(&workers, false).await;
         assert!(tamper.done() > 0, "{target:?} never happened");
         assert_right_or_error(&format!("{target:?}"), &right, found);
     }
@@ -219,7 +226,7 @@ async fn damaged_record_or_offer_is_never_believed() {
     let before = workers.metric("dsv4:handoffs_total");
     let deadline = Instant::now() + PATIENCE;
     while workers.metric("dsv4:handoffs_total") == before {
-        assert_right_or_error("afterwards", &right, both(&workers).await);
+        assert_right_or_error("afterwards", &right, ask(&workers, false).await);
         assert!(Instant::now() < deadline, "prompts are not handed over any more");
     }
 }
@@ -249,11 +256,11 @@ async fn without_the_check_damaged_pages_change_answers() {
         let mut changed = 0;
         for damage in [Damage::Zero, Damage::Swap] {
             tamper.aim(Target::Pages { victim, damage, times: ALWAYS });
-            let found = both(&workers).await;
+            let found = ask(&workers, false).await;
             assert!(tamper.done() > 0, "{damage:?} of {victim:?} never happened");
-            changed += right.iter().zip(found).filter(|(right, found)| found.as_ref() != Ok(right)).count();
+            changed += usize::from(found[0].as_ref() != Ok(&right[0]));
         }
-        note(&format!("{victim:?}: {changed} of 4 answers changed"));
+        note(&format!("{victim:?}: {changed} of 2 answers changed"));
         if changed == 0 {
             harmless.push(victim);
         }

@@ -28,7 +28,8 @@ pub(crate) enum Damage {
 }
 
 /// All of them.
-pub(crate) const DAMAGES: [Damage; 4] = [Damage::Zero, Damage::Swap, Damage::Truncate, Damage::Replay];
+pub(crate) const DAMAGES: [Damage; 4] =
+    [Damage::Zero, Damage::Swap, Damage::Truncate, Damage::Replay];
 
 /// A kind of page; of the kinds that hold rows of many tokens, the full or the part-filled ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -147,7 +148,8 @@ impl Tamper {
     fn damage_get(&self, get: &mut Get) {
         let mut state = self.lock();
         let Target::Pages { victim, damage, times } = state.target else { return };
-        let Some((pool, section, pages)) = self.section(get.source_region, get.source[0].offset) else {
+        let Some((pool, section, pages)) = self.section(get.source_region, get.source[0].offset)
+        else {
             return;
         };
         let here = self.geometry.sections(pool)[section];
