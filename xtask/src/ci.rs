@@ -10,12 +10,13 @@ type Step = (&'static str, fn() -> Result<()>);
 
 /// Steps in order: what fails fast first, the tests last, so that the closing line of the test
 /// runner is the last output.
-const STEPS: [Step; 10] = [
+const STEPS: [Step; 11] = [
     ("fmt", fmt),
     ("tidy", tidy::run),
     ("fences", fences::run),
     ("versions", versions::check),
     ("clippy", clippy),
+    ("each crate alone", each_crate_alone),
     ("docs", docs::run),
     ("python", || python::ensure().map(drop)),
     ("build", build),
@@ -65,7 +66,6 @@ fn each_crate_alone() -> Result<()> {
 
 /// Everything in the dev profile, which the tests use, and the server as the README starts it.
 fn build() -> Result<()> {
-    each_core_without_std()?;
     let mut command = sh::cargo();
     command.args(["build", "--workspace", "--all-targets", "--all-features", "--locked"]);
     sh::run(&mut command)?;
