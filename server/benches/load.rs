@@ -30,7 +30,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 const SHORTEST: usize = 2048;
-const LONGEST: usize = 8192;
+const LONGEST: usize = 8000;
 
 /// What is run.
 #[derive(Debug)]
