@@ -56,6 +56,9 @@ def write(checkpoint, golden, ids):
         new[f"fp4.layers.{n}.streams"] = exact(base[n + 1] if n + 1 < LAYERS else base[n + 1][-KEPT:])
     for kind in ("fp8", "bf16"):
         net = official.Official(checkpoint, kind)
+        for n in range(2):
+            same = old.get(f"{kind}.layers.{n}.streams")
+            assert same is None or torch.equal(same.float(), base[n + 1][-KEPT:]), n
         for n in range(2, LAYERS):
             new[f"{kind}.layers.{n}.streams"] = exact(old[f"{kind}.layers.{n}.streams"].float())
         for n in (2, 4):

@@ -127,6 +127,20 @@ pub enum ForwardError {
         /// Bytes there.
         found: u64,
     },
+    /// Streams to force that do not fit the step, see [`Trace::forced`](crate::Trace::forced).
+    #[error(
+        "streams forced before layer {layer} of {layers}: {found} values, the step takes {want}"
+    )]
+    Forced {
+        /// Layer number; at most the number of layers.
+        layer: usize,
+        /// Layers of the model.
+        layers: usize,
+        /// Values given.
+        found: usize,
+        /// Stream values of the step.
+        want: usize,
+    },
     /// A workspace made for another model.
     #[error("workspace was made for another model shape")]
     ForeignWorkspace,

@@ -136,6 +136,9 @@ impl Model {
             return Err(ForwardError::ForeignWorkspace);
         }
         mem.check(&self.geometry)?;
+        if let Some(trace) = &out.trace {
+            trace.check(self.layers.len(), batch.tokens() * self.dims.streams)?;
+        }
         ws.plan.fill(batch, mem, ws.limits)?;
         let (windows, blocks) = (ws.plan.windows(batch), ws.plan.blocks(batch));
         let StepOutput { logits, rows, trace } = out;
@@ -143,8 +146,10 @@ impl Model {
         let (b, plan) = (&mut ws.b, &mut ws.plan);
         self.embed(b, plan).map_err(at(Site::Embed))?;
         for n in 0..self.layers.len() {
+            force(&step, n, b).map_err(at(Site::Layer(n)))?;
             self.layer(n, &mut step, b, plan).map_err(at(Site::Layer(n)))?;
         }
+        force(&step, self.layers.len(), b).map_err(at(Site::Head))?;
         *rows = plan.wanted_rows;
         logits.resize(plan.wanted_rows * self.dims.vocab, 0.0);
         self.head(&step, b, plan, logits).map_err(at(Site::Head))
@@ -323,6 +328,15 @@ fn norm(
         rounding: step.numeric.rounding,
         y: y.view_mut(rows, hidden)?,
     })
+}
+
+/// Puts forced streams in place of the computed ones.
+fn force(step: &Step<'_>, layer: usize, b: &mut Buffers) -> Result<(), KernelError> {
+    if let Some(values) = step.trace.as_deref().and_then(|trace| trace.forced.get(&layer)) {
+        let mut streams = b.streams.view_mut(step.tokens, step.dims.streams)?;
+        streams.f32()?.copy_from_slice(values);
+    }
+    Ok(())
 }
 
 fn keep(

@@ -1,6 +1,8 @@
 //! Integration tests: configuration, checkpoint, forward pass, sampling and tokenizer.
 #![expect(clippy::unwrap_used, reason = "a test stops at what it did not expect")]
 
+#[path = "main/altered.rs"]
+mod altered;
 #[path = "main/config.rs"]
 mod config;
 #[path = "main/golden.rs"]
@@ -11,8 +13,6 @@ mod harness;
 mod invariance;
 #[path = "main/load.rs"]
 mod load;
-#[path = "main/noise.rs"]
-mod noise;
 #[path = "main/official.rs"]
 mod official;
 #[path = "main/refusal.rs"]

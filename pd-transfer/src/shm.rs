@@ -331,6 +331,18 @@ fn path_of(address: &str) -> Result<PathBuf, TransportError> {
 }
 
 /// Binds a socket that only this user can connect to, replacing one that nobody serves.
+/// Connects or fails at once: a listener whose queue is full (a stopped process) must not hold the
+/// caller up; the driver tries again later.
+fn connect_now(path: &Path) -> std::io::Result<UnixStream> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
 fn bind(path: &Path) -> std::io::Result<UnixListener> {
     if std::fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket())
         && UnixStream::connect(path)
@@ -408,7 +420,7 @@ impl Transport for Shm {
     fn connect(&mut self, address: &str) -> Result<PeerId, TransportError> {
         let path = path_of(address)?;
         self.links.begin(address.into(), Side::Connector, move || {
-            let stream = UnixStream::connect(path);
+            let stream = connect_now(&path);
             stream.map(Stream::Unix).map_err(|error| LostReason::Connect(error.to_string()))
         })
     }

@@ -88,10 +88,10 @@ pub struct ServeArgs {
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     pub disaggregation_transfer_backend: Backend,
     /// Type of the index keys: fp4 (the official model), fp8 (SGLang's) or bf16.
-    #[arg(long, default_value = "fp4")]
+    #[arg(long, default_value = "fp4", value_name = "fp4|fp8|bf16")]
     pub index_k_dtype: IndexKeyType,
     /// Rounding of the forward pass: official or reference (FP32).
-    #[arg(long, default_value = "official")]
+    #[arg(long, default_value = "official", value_name = "official|reference")]
     pub numerics: Numerics,
     /// Most tokens of one step; longer prompts are computed in chunks.
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=4096))]
@@ -109,8 +109,11 @@ pub struct ServeArgs {
     #[arg(long)]
     pub kv_memory_mib: Option<u64>,
     /// Compute threads [default: one per core].
-    #[arg(long)]
-    pub threads: Option<usize>,
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Option<u16>,
+    /// Seconds that running requests have to end after SIGTERM; a second signal ends them at once.
+    #[arg(long, default_value_t = 30, value_name = "SECONDS")]
+    pub drain_timeout: u64,
     /// Think unless a request says otherwise.
     #[arg(long)]
     pub default_thinking: bool,
@@ -159,13 +162,23 @@ pub enum ConfigError {
     /// Shared memory to another host.
     #[error("--disaggregation-transfer-backend shm: {0} is not this host")]
     NotLocal(String),
-    /// A context longer than the model's.
-    #[error("--context-length {wanted}: the model was made for {limit} tokens")]
+    /// A context that the model does not have.
+    #[error(
+        "--context-length {wanted}: must be between 1 and {limit}, what the model was made for"
+    )]
     Context {
         /// Asked for.
         wanted: u32,
         /// Model's limit.
         limit: u32,
+    },
+    /// More memory than the machine has.
+    #[error("--kv-memory-mib {mib}: this machine has {machine} MiB")]
+    TooMuchMemory {
+        /// Given.
+        mib: u64,
+        /// Memory of the machine.
+        machine: u64,
     },
     /// Too little memory for one request of full length.
     #[error("--kv-memory-mib {mib}: one sequence of {context} tokens needs {needed} MiB")]
@@ -182,8 +195,8 @@ pub enum ConfigError {
 /// Whether an address `HOST:PORT` names this host.
 #[must_use]
 pub fn is_local(address: &str) -> bool {
-    let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
-    matches!(host, "localhost" | "[::1]" | "::1") || host.starts_with("127.")
+    let host = address.rsplit_once(':').map_or(address, |(host, _)| host).to_ascii_lowercase();
+    matches!(host.as_str(), "localhost" | "[::1]" | "::1") || host.starts_with("127.")
 }
 
 impl ServeArgs {
@@ -242,6 +255,7 @@ mod tests {
             (&["--numerics", "exact"], "exact"),
             (&["--chunked-prefill-size", "0"], "0"),
             (&["--port", "70000"], "70000"),
+            (&["--threads", "0"], "0"),
         ] {
             let error = parse(args).expect_err(says);
             assert!(error.contains(says), "{args:?}: {error}");
@@ -250,7 +264,7 @@ mod tests {
 
     #[test]
     fn local_addresses_are_known() {
-        assert!(is_local("127.0.0.1:8998") && is_local("localhost:1") && is_local("[::1]:1"));
+        assert!(is_local("127.0.0.1:8998") && is_local("LocalHost:1") && is_local("[::1]:1"));
         assert!(!is_local("10.0.0.1:8998"));
     }
 }

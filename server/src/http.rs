@@ -104,6 +104,8 @@ pub struct AppState {
     names: Vec<String>,
     chat: ChatEncoder,
     bos_token: Option<u32>,
+    /// Bytes of the longest token, at least one.
+    longest_token: usize,
     metrics: Arc<HttpMetrics>,
     /// Requests that may be read and encoded at once.
     encode_slots: Arc<Semaphore>,
@@ -133,12 +135,22 @@ impl AppState {
             .ok_or_else(|| ApiError::too_long(Some(param), prompt, context as usize))
     }
 
+    /// Refuses a text that is too long whatever its tokens are, before the work of finding them.
+    fn fits_at_all(&self, bytes: usize, param: &str) -> Result<(), ApiError> {
+        self.room(bytes / self.longest_token, param).map(drop)
+    }
+
     /// Names what influences an answer besides the request.
     fn system_fingerprint(&self) -> String {
         let info = self.engine.info();
         let short: String = info.fingerprint.chars().take(12).collect();
         format!("fp_{short}")
     }
+}
+
+fn longest_token(tokenizer: &Tokenizer) -> usize {
+    let bytes = |id: usize| tokenizer.token_bytes(id as u32).map_or(1, <[u8]>::len);
+    (0..tokenizer.vocab_size()).map(bytes).max().unwrap_or(1).max(1)
 }
 
 /// The API over an engine. The tokenizer must be the model's.
@@ -149,6 +161,7 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let state = Arc::new(AppState {
         chat: ChatEncoder::new(&tokenizer, &names, config.default_thinking),
+        longest_token: longest_token(&tokenizer),
         bos_token: tokenizer.token_id("<｜begin▁of▁sentence｜>"),
         metrics: Arc::new(HttpMetrics::new(&config.served_model_name)),
         encode_slots: Arc::new(Semaphore::new(cores)),

@@ -7,12 +7,15 @@ use dsv4_server::engine::Engine;
 use dsv4_server::http::{self, HttpConfig};
 use dsv4_server::node::Node;
 use dsv4_server::router::{self, RouterConfig};
+use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::net::TcpListener;
 use tracing_subscriber::filter::LevelFilter;
 
 fn main() -> ExitCode {
+    abort_on_panic();
     let cli = Cli::parse();
     let result = match cli.command {
         Some(Command::Router(args)) => run_router(&args),
@@ -38,7 +41,12 @@ fn say(line: &str) {
 }
 
 fn init_log(level: LevelFilter) {
-    tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).init();
+    let ansi = std::io::stderr().is_terminal();
+    tracing_subscriber::fmt()
+        .with_max_level(level)
+        .with_ansi(ansi)
+        .with_writer(std::io::stderr)
+        .init();
 }
 
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
@@ -82,13 +90,24 @@ fn run_worker(args: &ServeArgs) -> anyhow::Result<()> {
         ));
     }
     let draining = node.engine();
+    let seconds = args.drain_timeout;
     let stop = async move {
         terminated().await;
-        tracing::info!("draining: no new requests, the running ones end");
         draining.drain();
+        let open = draining.open_requests();
+        tracing::info!(open, seconds, "draining: no new requests, the running ones may end");
+        tokio::spawn(async move {
+            let limit = tokio::time::sleep(Duration::from_secs(seconds));
+            tokio::select! {
+                () = terminated() => tracing::warn!("second signal: running requests are ended"),
+                () = limit => tracing::warn!(seconds, "running requests are ended"),
+            }
+            draining.stop_now();
+        });
     };
-    runtime.block_on(http::serve(listener, app, stop)).context("serve HTTP")?;
+    runtime.block_on(serve(listener, app, stop, Duration::from_secs(seconds)))?;
     node.shutdown();
+    tracing::info!("stopped");
     Ok(())
 }
 
@@ -105,8 +124,59 @@ fn run_router(args: &RouterArgs) -> anyhow::Result<()> {
         };
         let app = router::app(config)?;
         say(&format!("router is ready on http://{address} ({} workers)", args.workers.len()));
-        http::serve(listener, app, terminated()).await.context("serve HTTP")
+        serve(listener, app, terminated(), ROUTER_DRAIN).await
     })
+}
+
+/// How long a router waits for running answers after a signal.
+const ROUTER_DRAIN: Duration = Duration::from_secs(30);
+/// How long a client has to take its last event after the requests were ended.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// Serves until `stop`, then as long as requests run, but no longer than `drain`: a connection that
+/// neither sends nor reads must not keep the process.
+async fn serve(
+    listener: TcpListener,
+    app: axum::Router,
+    stop: impl Future<Output = ()> + Send + 'static,
+    drain: Duration,
+) -> anyhow::Result<()> {
+    let (stopped, heard) = tokio::sync::oneshot::channel();
+    let stop = async move {
+        stop.await;
+        // Nobody listens when serving has ended by itself.
+        let _ = stopped.send(());
+    };
+    let limit = async {
+        // Without a signal there is no limit.
+        if heard.await.is_err() {
+            std::future::pending::<()>().await;
+        }
+        tokio::select! {
+            () = tokio::time::sleep(drain) => {}
+            () = terminated() => {}
+        }
+        tokio::time::sleep(LAST_WORDS).await;
+    };
+    tokio::select! {
+        served = http::serve(listener, app, stop) => served.context("serve HTTP"),
+        () = limit => {
+            tracing::warn!("connections are left open");
+            Ok(())
+        }
+    }
+}
+
+/// Ends the process when a thread panics that others rely on (workers, hand-off): it must not look
+/// alive. A panic in an HTTP task ends that request only.
+fn abort_on_panic() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        if std::thread::current().name() != Some("http") {
+            std::process::abort();
+        }
+    }));
 }
 
 /// Resolves at SIGTERM or SIGINT.

@@ -11,7 +11,9 @@ use crate::engine::{
 use crate::glue::handoff::PageVerifier;
 use crate::glue::pools::{POOLS, PageCounts, Pools};
 use crate::glue::regions::PoolRegion;
-use crate::worker::{Inbox, Link, Role, Shared, Snapshot, Worker, WorkerConfig, WorkerMsg, spawn};
+use crate::worker::{
+    Inbox, Link, Role, SPARE_PAGES, Shared, Snapshot, Worker, WorkerConfig, WorkerMsg, spawn,
+};
 use anyhow::{Context, bail};
 use crossbeam_channel::TrySendError;
 use dsa_kernels::CpuDevice;
@@ -85,6 +87,24 @@ pub struct NodeEngine {
 }
 
 impl NodeEngine {
+    /// Ends the running requests with an error event; for a drain that takes too long.
+    pub fn stop_now(&self) {
+        for worker in &self.workers {
+            // A worker that has ended has no requests left.
+            drop(worker.inbox.send(WorkerMsg::Stop));
+        }
+    }
+
+    /// Requests that wait or run.
+    #[must_use]
+    pub fn open_requests(&self) -> u64 {
+        let open = |w: &WorkerHandle| {
+            let n = w.shared.snapshot();
+            n.queued + n.running
+        };
+        self.workers.iter().map(open).sum()
+    }
+
     /// Takes no new requests from now on.
     pub fn drain(&self) {
         for worker in &self.workers {
@@ -115,8 +135,9 @@ impl Engine for NodeEngine {
         let room = context - prompt as u32;
         let max_tokens = request.max_tokens.clamp(1, room);
         let wanted = crate::worker::need(&self.limits, prompt, max_tokens);
-        if wanted.blocks > self.totals.block {
-            let (wanted, total) = (wanted.blocks.into(), self.totals.block.into());
+        let blocks = self.totals.block - SPARE_PAGES;
+        if wanted.blocks > blocks {
+            let (wanted, total) = (wanted.blocks.into(), blocks.into());
             return Err(SubmitError::NeverFits { pool: "block", wanted, total });
         }
         let queued = shared.queued.fetch_add(1, Ordering::AcqRel);
@@ -193,9 +214,9 @@ fn view_of(worker: &WorkerHandle, snapshot: &Snapshot) -> WorkerView {
         peers: snapshot
             .peers
             .iter()
-            .map(|(address, state, driver)| {
+            .map(|(address, driver)| {
                 let transport = worker.drivers.get(*driver).map_or("", |(name, _)| *name);
-                (address.clone(), state.clone(), transport.to_owned())
+                (address.clone(), "connected".to_owned(), transport.to_owned())
             })
             .collect(),
     }
@@ -232,6 +253,13 @@ fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
         ),
         metric("dsv4:prompts_lent", n.lent, Gauge, "Prompts whose pages a peer may read"),
     ];
+    all.push(metric(
+        "dsv4:prompts_without_peer_total",
+        n.without_peer,
+        Counter,
+        "Prompts computed here because no prefill worker was connected",
+    ));
+    all.push(metric("dsv4:peers", n.peers.len() as u64, Gauge, "Connected peers"));
     for (kind, (used, quarantined, draining, total)) in POOLS.into_iter().zip(n.pools) {
         for (state, value) in
             [("used", used), ("quarantined", quarantined), ("draining", draining), ("total", total)]
@@ -309,7 +337,7 @@ impl Node {
     pub fn start_with(args: &ServeArgs, options: &NodeOptions) -> anyhow::Result<Self> {
         args.validate()?;
         let path = args.model_path.clone().unwrap_or_else(default_model_path);
-        let threads = args.threads.unwrap_or_else(|| {
+        let threads = args.threads.map(usize::from).unwrap_or_else(|| {
             std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
         });
         let kernels = Arc::new(CpuKernels::new(threads));
@@ -426,7 +454,7 @@ impl Parts {
             running: config.max_running,
             context_length,
         };
-        let counts = memory::divide(&geometry, memory::budget(args.kv_memory_mib), shape)?;
+        let counts = memory::divide(&geometry, memory::budget(args.kv_memory_mib)?, shape)?;
         Ok(Self {
             model,
             geometry,
@@ -523,6 +551,7 @@ impl Assembly<'_> {
             .iter()
             .map(|kind| Arc::new(PoolRegion(pools.mem(*kind).clone())) as Arc<dyn RegionOwner>)
             .collect();
+        let asked = listen.clone();
         config.listen = listen;
         // Every sequence of either side may be under way at once.
         let attempts = (parts.config.max_running + parts.config.max_queued) as usize + 64;
@@ -542,8 +571,11 @@ impl Assembly<'_> {
             // A worker that has ended needs no news.
             drop(inbox.send(WorkerMsg::Upcall { driver, upcall }));
         });
-        let handle = Driver::spawn(config, factory, verifier, upcalls)
-            .with_context(|| format!("start the {name} hand-off"))?;
+        let handle =
+            Driver::spawn(config, factory, verifier, upcalls).with_context(|| match &asked {
+                Some(address) => format!("start the {name} hand-off on {address}"),
+                None => format!("start the {name} hand-off"),
+            })?;
         draft.drivers.push((name, handle));
         Ok(())
     }

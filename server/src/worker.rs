@@ -110,12 +110,14 @@ pub struct Snapshot {
     pub handoffs: u64,
     /// Prompts computed here because their hand-off was not possible or not verified.
     pub recomputed: u64,
+    /// Prompts that a decode worker computed because no prefill worker was connected.
+    pub without_peer: u64,
     /// Page groups set aside after a failed check.
     pub quarantined_total: u64,
     /// Requests that ended by kind: finished, cancelled, failed.
     pub ended: [u64; 3],
-    /// Peers that are connected: address, how busy, and the driver's position.
-    pub peers: Vec<(String, String, usize)>,
+    /// Peers that are connected: address and the driver's position.
+    pub peers: Vec<(String, usize)>,
 }
 
 /// What a worker's thread shares with the rest of the process.
@@ -134,10 +136,17 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// Keeps the last refusal of a hand-off for the health answer.
-    fn note_refusal(&self, address: &str, text: &str) {
+    /// Keeps the last refusal of a hand-off for the health answer; says whether it is news.
+    fn note_refusal(&self, address: &str, text: &str) -> bool {
         let text = format!("{address} refused the hand-off: {text}");
-        *self.refusal.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
+        let mut kept = self.refusal.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_new = kept.as_ref() != Some(&text);
+        *kept = Some(text);
+        is_new
+    }
+
+    fn clear_refusal(&self) {
+        *self.refusal.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// Why the last peer was refused.
@@ -153,10 +162,12 @@ impl Shared {
     }
 }
 
+/// A peer of one driver: every driver numbers its peers by itself.
+type PeerKey = (usize, PeerId);
+
 /// A prefill worker as seen from here.
 #[derive(Clone, Debug)]
 struct Peer {
-    driver: usize,
     address: String,
     pending: usize,
 }
@@ -184,7 +195,7 @@ pub struct Worker {
     /// Which driver each attempt goes through.
     routes: BTreeMap<AttemptId, usize>,
     lent: BTreeMap<AttemptId, push::Lent>,
-    peers: BTreeMap<PeerId, Peer>,
+    peers: BTreeMap<PeerKey, Peer>,
     link: Option<Link>,
     shared: Arc<Shared>,
     inbox: Receiver<WorkerMsg>,
@@ -193,6 +204,9 @@ pub struct Worker {
     numbers: Snapshot,
     next_id: SeqId,
 }
+
+/// Pages of each pool that are promised to nobody: fresh targets for retries.
+pub const SPARE_PAGES: u32 = 8;
 
 /// First number that a worker gives to sequences of its own (prompts of peers); clients' numbers
 /// are below it.
@@ -212,9 +226,9 @@ impl Worker {
             step_tokens: config.step_tokens,
             running: config.max_running as usize,
             pages: PageNeed {
-                blocks: pools.count(PoolKind::Block),
-                window: pools.count(PoolKind::Window),
-                carry: pools.count(PoolKind::Carry),
+                blocks: pools.count(PoolKind::Block).saturating_sub(SPARE_PAGES),
+                window: pools.count(PoolKind::Window).saturating_sub(SPARE_PAGES),
+                carry: pools.count(PoolKind::Carry).saturating_sub(SPARE_PAGES),
             },
         });
         let workspace = Workspace::new(
@@ -307,8 +321,11 @@ impl Worker {
             let Some(seq) = self.sequences.get(&id) else { continue };
             if let Origin::Client { .. } = seq.origin {
                 self.shared.queued.fetch_sub(1, Ordering::AcqRel);
-                if self.config.role == Role::Decode && self.start_pull(id) {
-                    continue;
+                if self.config.role == Role::Decode {
+                    if self.start_pull(id) {
+                        continue;
+                    }
+                    self.numbers.without_peer += 1;
                 }
             }
             self.start_local(id);
@@ -419,11 +436,8 @@ impl Worker {
             let used = u64::from(c.total - c.free);
             *slot = (used, c.quarantined.into(), c.draining.into(), c.total.into());
         }
-        n.peers = self
-            .peers
-            .values()
-            .map(|p| (p.address.clone(), format!("{} pending", p.pending), p.driver))
-            .collect();
+        n.peers =
+            self.peers.iter().map(|((driver, _), peer)| (peer.address.clone(), *driver)).collect();
         *self.shared.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = n.clone();
     }
 }

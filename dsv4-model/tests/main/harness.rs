@@ -3,9 +3,10 @@
 use dsa_kernels::CpuDevice;
 use dsa_kernels::Kernels;
 use dsa_kernels::cpu::CpuKernels;
+use dsa_kernels::quant;
 use dsv4_model::{LoadOptions, LogitsWanted, Model, Part, Sequence, Session, SessionLimits};
 use kv_pool::{IndexKeyType, Numerics};
-use safetensors::SafeTensors;
+use safetensors::{Dtype, SafeTensors};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -100,11 +101,18 @@ pub(crate) fn ids(list: &serde_json::Value) -> Vec<u32> {
     list.iter().map(|v| u32::try_from(v.as_u64().unwrap()).unwrap()).collect()
 }
 
-/// Shape and values of an FP32 tensor.
+/// Shape and values of a tensor in FP32 or BF16.
 pub(crate) fn tensor(file: &SafeTensors<'_>, name: &str) -> (Vec<usize>, Vec<f32>) {
     let view = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
-    assert_eq!(view.dtype(), safetensors::Dtype::F32, "{name}");
-    let values = view.data().as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect();
+    let data = view.data();
+    let values = match view.dtype() {
+        Dtype::F32 => data.as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect(),
+        Dtype::BF16 => {
+            let codes = data.as_chunks::<2>().0.iter();
+            codes.map(|&b| quant::bf16_decode(u16::from_le_bytes(b))).collect()
+        }
+        other => panic!("{name} is {other:?}"),
+    };
     (view.shape().to_vec(), values)
 }
 

@@ -3,7 +3,7 @@
 use crate::harness::{FP4, model};
 use dsa_kernels::{CpuDevice, Place};
 use dsv4_model::{
-    Batch, CacheMem, ForwardError, LogitsWanted, PageMemory, SeqSpan, StepOutput, Workspace,
+    Batch, CacheMem, ForwardError, LogitsWanted, PageMemory, SeqSpan, StepOutput, Trace, Workspace,
 };
 use kv_pool::PoolKind;
 
@@ -159,4 +159,22 @@ fn buffers_do_not_grow_up_to_the_largest_step() {
     let second = SeqSpan { blocks: vec![1], window: vec![1], carry: 1, ..span(31, 0) };
     assert_eq!(bench.run(vec![span(33, 0), second]).unwrap().rows, 2);
     assert_eq!(bench.ws.bytes(), before);
+}
+
+#[test]
+fn forced_streams_must_fit_the_step() {
+    let mut bench = Bench::new();
+    let width = model(FP4).config().hidden_size * 4;
+    for (layer, values) in [(0, 3 * width - 1), (5, width), (7, 3 * width)] {
+        let forced = [(layer, vec![0.0; values])].into();
+        let trace = Some(Trace { forced, ..Trace::default() });
+        let mut out = StepOutput { trace, ..StepOutput::default() };
+        let mem = bench.memory.cache_mem();
+        let batch = Batch { seqs: vec![span(3, 0)] };
+        let error = model(FP4).forward(&mut bench.ws, &batch, &mem, &mut out).unwrap_err();
+        let ForwardError::Forced { layer: at, layers: 6, found, want } = error else {
+            panic!("{error}")
+        };
+        assert_eq!((at, found, want), (layer, values, 3 * width));
+    }
 }

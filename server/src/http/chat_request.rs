@@ -124,6 +124,8 @@ impl ChatRequest {
             params.temperature = options.temperature.unwrap_or(params.temperature);
             params.top_p = options.top_p.unwrap_or(params.top_p);
         }
+        let text = state.chat.encoding.render_conversation(&recipe.conversation);
+        state.fits_at_all(text.prompt.len(), "messages")?;
         let prompt = state
             .chat
             .encoding

@@ -123,6 +123,7 @@ fn prompt_tokens(state: &AppState, fields: &mut Fields) -> Result<Vec<u32>, ApiE
 }
 
 fn text_tokens(state: &AppState, text: &str, add_special: bool) -> Result<Vec<u32>, ApiError> {
+    state.fits_at_all(text.len(), "prompt")?;
     let mut tokens = state
         .tokenizer
         .encode_with_special(text)

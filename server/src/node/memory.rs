@@ -2,13 +2,12 @@
 
 use crate::config::ConfigError;
 use crate::glue::pools::PageCounts;
+use crate::worker::SPARE_PAGES as SPARE;
 use kv_pool::{BLOCK_TOKENS, Geometry, PoolKind, WINDOW_PAGE_ROWS, WINDOW_TOKENS};
 
 const MIB: u64 = 1 << 20;
 /// Largest share of memory that is taken without being asked for.
 const DEFAULT_MAX: u64 = 1024 * MIB;
-/// Pages beyond what running sequences are promised: fresh targets for retries.
-const SPARE: u32 = 8;
 
 /// Memory of the machine in bytes, as Linux reports it.
 fn machine_bytes() -> Option<u64> {
@@ -19,11 +18,14 @@ fn machine_bytes() -> Option<u64> {
 }
 
 /// Bytes for the pages of one worker: as asked, or a quarter of the machine's and at most 1 GiB.
-#[must_use]
-pub(super) fn budget(asked_mib: Option<u64>) -> u64 {
-    match asked_mib {
-        Some(mib) => mib.saturating_mul(MIB),
-        None => machine_bytes().map_or(DEFAULT_MAX, |bytes| (bytes / 4).min(DEFAULT_MAX)),
+pub(super) fn budget(asked_mib: Option<u64>) -> Result<u64, ConfigError> {
+    let machine = machine_bytes();
+    let Some(mib) = asked_mib else {
+        return Ok(machine.map_or(DEFAULT_MAX, |bytes| (bytes / 4).min(DEFAULT_MAX)));
+    };
+    match machine.map(|bytes| bytes / MIB) {
+        Some(machine) if mib > machine => Err(ConfigError::TooMuchMemory { mib, machine }),
+        _ => Ok(mib.saturating_mul(MIB)),
     }
 }
 

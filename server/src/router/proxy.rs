@@ -8,7 +8,6 @@ use axum::body::Body;
 use axum::extract::{Extension, State};
 use axum::http::uri::PathAndQuery;
 use axum::http::{HeaderMap, HeaderName, Request, Response, StatusCode, header};
-use axum::response::IntoResponse;
 use bytes::Bytes;
 use futures_util::stream::{self, StreamExt};
 use http_body_util::{BodyExt, Full, Limited};
@@ -132,10 +131,6 @@ pub(super) async fn forward(
                     "no answer"
                 );
                 worker.unreachable(&reason);
-                if last.is_none() {
-                    let message = format!("the worker did not answer: {reason}");
-                    last = Some(ApiError::bad_gateway(message).into_response());
-                }
             }
         }
         tried.push(worker);
@@ -173,14 +168,17 @@ fn pass(
     let data = body.into_data_stream();
     let frames = stream::unfold(Some((data, under_way, slot)), move |held| async move {
         let (mut data, under_way, slot) = held?;
-        match data.next().await? {
+        let next = tokio::select! {
+            next = data.next() => next?.map_err(|error| chain(&error)),
+            () = under_way.0.gone() => Err("the worker stopped answering".to_owned()),
+        };
+        match next {
             Ok(bytes) => Some((Ok(bytes), Some((data, under_way, slot)))),
-            Err(error) => {
-                let reason = chain(&error);
+            Err(reason) => {
                 let worker = under_way.0.address();
                 tracing::warn!(worker, reason, "answer broke off");
                 if !events {
-                    return Some((Err(error), None));
+                    return Some((Err(std::io::Error::other(reason)), None));
                 }
                 let message = format!("the worker's answer broke off: {reason}");
                 let event = ApiError::bad_gateway(message).to_json();

@@ -1,6 +1,7 @@
 //! The decode side of a hand-off: asking for prompts, landing their pages, and what follows when
 //! that does not work.
 
+use super::push::code;
 use super::sequence::State;
 use super::{Peer, Worker};
 use crate::engine::FailureKind;
@@ -23,11 +24,16 @@ impl Worker {
     pub(super) fn upcall(&mut self, driver: usize, upcall: Upcall) {
         match upcall {
             Upcall::Requested { attempt, peer, request, have } => {
-                self.routes.insert(attempt, driver);
-                self.requested(attempt, peer, &request, have);
+                self.requested(driver, attempt, peer, &request, have);
             }
-            Upcall::Cancelled { attempt } => self.cancelled(attempt),
-            Upcall::Release { attempt, proof } => self.release(attempt, proof),
+            Upcall::Cancelled { attempt } if self.is_route(attempt, driver) => {
+                self.cancelled(attempt);
+            }
+            Upcall::Release { attempt, proof } if self.is_route(attempt, driver) => {
+                self.release(attempt, proof);
+            }
+            // The end of an attempt that was refused, because its id was in use.
+            Upcall::Cancelled { .. } | Upcall::Release { .. } => {}
             Upcall::Fresh { attempt, groups } => self.retry(attempt, &groups),
             Upcall::Completed { attempt, record } => self.landed(attempt, &record),
             Upcall::Failed { attempt, why } => self.pull_failed(attempt, &why),
@@ -37,6 +43,8 @@ impl Worker {
             }
             Upcall::NotOffered { attempt, error } => {
                 tracing::warn!(%attempt, %error, "pages were not offered");
+                // The peer must not wait for what will not come.
+                self.command(attempt, |d| d.reject(attempt, code::FAILED, "pages not offered"));
                 self.cancelled(attempt);
             }
             Upcall::NotRetargeted { attempt, error } => {
@@ -45,26 +53,42 @@ impl Worker {
             Upcall::PeerUp { peer, address, incarnation, role, .. } => {
                 tracing::info!(address, %incarnation, ?role, "peer connected");
                 self.shared.had_peer.store(true, Ordering::Release);
-                self.peers.insert(peer, Peer { driver, address, pending: 0 });
+                self.shared.clear_refusal();
+                self.peers.insert((driver, peer), Peer { address, pending: 0 });
             }
             Upcall::PeerDown { peer, address, why } => {
-                tracing::warn!(address, why, "peer lost");
-                self.peers.remove(&peer);
+                if self.shared.draining.load(Ordering::Acquire) {
+                    tracing::info!(address, why = first_line(&why), "peer gone");
+                } else {
+                    tracing::warn!(address, why = first_line(&why), "peer lost");
+                }
+                self.peers.remove(&(driver, peer));
             }
             Upcall::Refused { address, text } => {
-                tracing::error!(address, "hand-off refused: {text}");
-                self.shared.note_refusal(&address, &text);
+                // The driver goes on trying, since the peer may be restarted with other flags.
+                if self.shared.note_refusal(&address, &text) {
+                    tracing::error!(
+                        address,
+                        "hand-off refused; both sides need the same model, --numerics and \
+                         --index-k-dtype: {text}"
+                    );
+                } else {
+                    tracing::debug!(address, "hand-off still refused");
+                }
             }
-            Upcall::Event(text) => tracing::warn!("{text}"),
+            Upcall::Event(text) => tracing::warn!("{}", first_line(&text)),
         }
+    }
+
+    fn is_route(&self, attempt: AttemptId, driver: usize) -> bool {
+        self.routes.get(&attempt) == Some(&driver)
     }
 
     /// Asks the least busy prefill worker for a prompt; false if there is none to ask.
     pub(super) fn start_pull(&mut self, id: SeqId) -> bool {
-        let chosen = self.peers.iter().min_by_key(|(id, peer)| (peer.pending, **id));
-        let Some((peer, driver)) = chosen.map(|(id, peer)| (*id, peer.driver)) else {
-            return false;
-        };
+        let chosen = self.peers.iter().min_by_key(|(key, peer)| (peer.pending, **key));
+        let Some((key, _)) = chosen else { return false };
+        let key @ (driver, peer) = *key;
         let table = match self.reserve_targets(id) {
             Ok(Some(table)) => table,
             Ok(None) => return false,
@@ -105,12 +129,12 @@ impl Worker {
         };
         seq.table = Some(table);
         seq.context = Some(context);
-        seq.peer = Some(peer);
+        seq.peer = Some(key);
         seq.state = State::Pulling { attempt };
         self.attempts.insert(attempt, id);
         self.routes.insert(attempt, driver);
         self.command(attempt, |driver| driver.start(start));
-        if let Some(peer) = self.peers.get_mut(&peer) {
+        if let Some(peer) = self.peers.get_mut(&key) {
             peer.pending += 1;
         }
         true
@@ -154,7 +178,9 @@ impl Worker {
                 Err(error) => {
                     tracing::warn!(%error, %attempt, "no fresh pages for a retry");
                     self.command(attempt, |driver| driver.cancel(attempt));
-                    if let Some(seq) = self.sequences.get_mut(&id) {
+                    if let Some(seq) = self.sequences.get_mut(&id)
+                        && seq.state == (State::Pulling { attempt })
+                    {
                         seq.state = State::Unwinding { recompute: true };
                     }
                     return;
@@ -293,4 +319,9 @@ impl Worker {
             | State::Decoding => self.drop_sequence(id),
         }
     }
+}
+
+/// The first line of a text that may hold whole layouts.
+fn first_line(text: &str) -> &str {
+    text.lines().next().unwrap_or_default()
 }

@@ -1,7 +1,7 @@
 //! The prefill side of a hand-off: prompts of decode workers, and the pages lent to them.
 
 use super::sequence::{Origin, Sequence, State};
-use super::{Worker, pages};
+use super::{PeerKey, Worker, pages};
 use crate::engine::FailureKind;
 use crate::glue::handoff::{TagBinding, offer, page_of};
 use crate::glue::payload::{FirstToken, PrefillRequest};
@@ -40,12 +40,21 @@ impl Worker {
     /// A decode worker wants a prompt computed.
     pub(super) fn requested(
         &mut self,
+        driver: usize,
         attempt: AttemptId,
         peer: PeerId,
         request: &[u8],
         have: u32,
     ) {
-        if let Err((code, text)) = self.try_request(attempt, peer, request, have) {
+        if self.routes.contains_key(&attempt) || self.lent.contains_key(&attempt) {
+            // A driver refuses an id that it has seen; this one came through another driver.
+            let handle = self.link.as_ref().and_then(|link| link.drivers.get(driver));
+            let said = handle.map(|d| d.reject(attempt, code::BAD_REQUEST, "attempt id is in use"));
+            tracing::warn!(%attempt, ?said, "attempt id used on two transports");
+            return;
+        }
+        self.routes.insert(attempt, driver);
+        if let Err((code, text)) = self.try_request((driver, peer), attempt, request, have) {
             tracing::warn!(%attempt, code, text, "prefill request refused");
             self.command(attempt, |driver| driver.reject(attempt, code, &text));
         }
@@ -53,8 +62,8 @@ impl Worker {
 
     fn try_request(
         &mut self,
+        peer: PeerKey,
         attempt: AttemptId,
-        peer: PeerId,
         request: &[u8],
         have: u32,
     ) -> Result<(), (u16, String)> {

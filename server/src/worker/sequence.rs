@@ -1,11 +1,11 @@
 //! One sequence: its tokens, its pages and where it stands.
 
+use super::PeerKey;
 use crate::engine::{Event, FailureKind, FinishReason, GenerateRequest, Usage};
 use crate::glue::handoff::TagBinding;
 use crate::scheduler::SeqId;
 use dsv4_model::sample::{Sampled, SamplingParams};
 use kv_pool::{Owner, PageRef, PageTable, PlanEntry};
-use pd_transfer::id::PeerId;
 use pd_transfer::wire::{AttemptId, Item};
 use std::sync::Arc;
 use tokio::sync::mpsc::UnboundedSender;
@@ -72,7 +72,7 @@ pub(super) struct Sequence {
     pub(super) blocks_sealed: u32,
     pub(super) windows_sealed: u32,
     pub(super) context: Option<Arc<TagBinding>>,
-    pub(super) peer: Option<PeerId>,
+    pub(super) peer: Option<PeerKey>,
     pub(super) quarantined: Vec<PageRef>,
 }
 

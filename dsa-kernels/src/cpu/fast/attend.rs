@@ -1,16 +1,15 @@
-//! Attention: blocks of queries of one sequence share the decoding of their rows; four heads and
-//! two rows are multiplied in registers at a time.
+//! Attention: blocks of queries of one sequence share the decoding of their rows, which lie in
+//! slabs of 16 channels; four heads and three rows are multiplied in registers at a time.
 
 #![expect(clippy::needless_range_loop, reason = "a head number indexes several arrays")]
 #![expect(unsafe_code, reason = "vector instructions, and outputs filled by several threads")]
 
 use super::gemm::round_bf16;
-use super::rows::load_row;
+use super::rows::{Panel, SLAB, load_into};
 use super::team::{Parts, Scratch, Team};
 use crate::cpu::body;
 use crate::error::KernelError;
-use crate::math;
-use crate::ops::{Attend, PagedCache, Rounding, Selection, SeqPart, SeqRows};
+use crate::ops::{Attend, Rounding, Selection, SeqPart};
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 use std::ops::Range;
@@ -20,6 +19,11 @@ const DIM: usize = 512;
 const BLOCK: usize = 64;
 /// Decoded compressed rows a block may hold (64 MiB).
 const MAX_ROWS: usize = 32 * 1024;
+/// Heads in registers.
+const HEADS: usize = 4;
+/// Units (a query and up to four of its heads) whose values are summed slab by slab together: the
+/// terms of a few units and one slab fit the first-level cache.
+const UNITS: usize = 4;
 
 thread_local! {
     /// For each compressed row the place of its decoded copy plus one, all zero between blocks.
@@ -49,7 +53,7 @@ fn blocks(team: &Team, a: &Attend<'_>) -> Vec<Block> {
     // With too few queries for all threads, heads are shared out too.
     let groups =
         if total < team.threads() && heads >= 8 { team.threads().min(heads / 4) } else { 1 };
-    let width = heads.div_ceil(groups).next_multiple_of(4);
+    let width = heads.div_ceil(groups).next_multiple_of(HEADS);
     let mut found = Vec::new();
     for (seq, window) in a.window.iter().enumerate() {
         for from in (0..window.part.count).step_by(most) {
@@ -77,32 +81,41 @@ pub(crate) unsafe fn attend(team: &Team, mut a: Attend<'_>) -> Result<(), Kernel
     })
 }
 
-/// Decoded rows of a block: the window from position `low` on, then compressed rows.
+/// Decoded rows of a block: those of the window from position `low` on, then compressed rows.
 struct Rows {
-    window: Scratch,
+    panel: Panel,
     low: u32,
-    far: Scratch,
+    window: usize,
 }
 
+/// Decodes every row that a query of the block attends to, and notes the places of compressed ones.
 #[target_feature(enable = "avx2,fma,f16c")]
-fn decode_window(a: &Attend<'_>, b: &Block) -> Result<(Scratch, u32), KernelError> {
+fn decode(a: &Attend<'_>, b: &Block, places: &mut Vec<u32>) -> Result<Rows, KernelError> {
     let window = &a.window[b.seq];
     let first = window.part.start_pos + b.tokens.start as u32;
     let last = window.part.start_pos + b.tokens.end as u32 - 1;
     let low = first.saturating_sub(a.window_tokens - 1);
-    let mut rows = Scratch::new((last - low + 1) as usize * DIM);
-    for (p, row) in (low..=last).zip(rows.chunks_exact_mut(DIM)) {
-        load_row("attend", &a.window_cache, window.row(p, a.window_cache.rows_per_page), row)?;
+    let count = (last - low + 1) as usize;
+    let union = far_rows(a, b, places)?;
+    let mut panel = Panel::new(DIM, count + union.len());
+    for (i, p) in (low..=last).enumerate() {
+        let at = window.row(p, a.window_cache.rows_per_page);
+        load_into("attend", &a.window_cache, at, &mut panel, i)?;
     }
-    Ok((rows, low))
+    if let Some(c) = &a.compressed {
+        for (i, row) in union.iter().enumerate() {
+            let at = c.seqs[b.seq].row(*row, c.cache.rows_per_page);
+            load_into("attend", &c.cache, at, &mut panel, count + i)?;
+        }
+    }
+    Ok(Rows { panel, low, window: count })
 }
 
-/// Decodes every compressed row that a query of the block attends to, and notes its place.
-#[target_feature(enable = "avx2,fma,f16c")]
-fn decode_far(a: &Attend<'_>, b: &Block, places: &mut Vec<u32>) -> Result<Scratch, KernelError> {
-    let Some(c) = &a.compressed else { return Ok(Scratch::new(0)) };
-    let (seq, part) = (&c.seqs[b.seq], a.window[b.seq].part);
+/// Every compressed row that a query of the block attends to, once; notes its place.
+fn far_rows(a: &Attend<'_>, b: &Block, places: &mut Vec<u32>) -> Result<Vec<u32>, KernelError> {
     let mut union = Vec::new();
+    let Some(c) = &a.compressed else { return Ok(union) };
+    let part = a.window[b.seq].part;
     // All rows of the last query include those of the others.
     let from = if matches!(c.selection, Selection::All { .. }) { b.tokens.end - 1 } else { 0 };
     for i in b.tokens.start.max(from)..b.tokens.end {
@@ -118,26 +131,7 @@ fn decode_far(a: &Attend<'_>, b: &Block, places: &mut Vec<u32>) -> Result<Scratc
             }
         }
     }
-    let mut rows = Scratch::new(union.len() * DIM);
-    let decoded = decode_list(&c.cache, seq, &union, &mut rows);
-    if let Err(e) = decoded {
-        union.iter().for_each(|row| places[*row as usize] = 0);
-        return Err(e);
-    }
-    Ok(rows)
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-fn decode_list(
-    cache: &PagedCache<'_>,
-    seq: &SeqRows<'_>,
-    list: &[u32],
-    out: &mut [f32],
-) -> Result<(), KernelError> {
-    for (row, out) in list.iter().zip(out.chunks_exact_mut(DIM)) {
-        load_row("attend", cache, seq.row(*row, cache.rows_per_page), out)?;
-    }
-    Ok(())
+    Ok(union)
 }
 
 /// # Safety
@@ -145,13 +139,10 @@ fn decode_list(
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn block(a: &Attend<'_>, b: &Block, out: Parts<'_, f32>) -> Result<(), KernelError> {
     PLACES.with_borrow_mut(|places| {
-        let (window, low) = decode_window(a, b)?;
-        let far = decode_far(a, b, places)?;
-        let rows = Rows { window, low, far };
-        let part = a.window[b.seq].part;
         // SAFETY: as the caller promises.
-        let result = unsafe { queries(a, b, &rows, places, out) };
-        forget_places(a, part, b, places)?;
+        let result =
+            decode(a, b, places).and_then(|rows| unsafe { queries(a, b, &rows, places, out) });
+        forget_places(a, a.window[b.seq].part, b, places)?;
         result
     })
 }
@@ -172,6 +163,29 @@ fn forget_places(
     Ok(())
 }
 
+/// The rows of the panel that query `i` of the block's sequence sees, in order.
+fn visible(
+    a: &Attend<'_>,
+    b: &Block,
+    i: usize,
+    rows: &Rows,
+    places: &[u32],
+    list: &mut Vec<u32>,
+) -> Result<(), KernelError> {
+    let part = a.window[b.seq].part;
+    let (t, p) = (part.first + i, part.start_pos + i as u32);
+    let first = p.saturating_sub(a.window_tokens - 1);
+    list.clear();
+    list.extend(first - rows.low..=p - rows.low);
+    if let Some(c) = &a.compressed {
+        let before = rows.window as u32 - 1;
+        list.extend(body::chosen_rows(&c.selection, t, p)?.map(|r| before + places[r as usize]));
+    }
+    // The kernels read these rows without further checks.
+    assert!(list.iter().all(|r| (*r as usize) < rows.panel.rows()), "rows of the panel");
+    Ok(())
+}
+
 /// # Safety
 /// As [`block`].
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -184,142 +198,172 @@ unsafe fn queries(
 ) -> Result<(), KernelError> {
     let (part, heads) = (a.window[b.seq].part, a.sinks.len());
     let q = a.q.f32()?;
-    let mut visible: Vec<&[f32; DIM]> = Vec::new();
-    for i in b.tokens.clone() {
-        let (t, p) = (part.first + i, part.start_pos + i as u32);
-        let first = p.saturating_sub(a.window_tokens - 1);
-        visible.clear();
-        let window = rows.window.as_chunks::<DIM>().0;
-        visible.extend(&window[(first - rows.low) as usize..=(p - rows.low) as usize]);
-        if let Some(c) = &a.compressed {
-            let far = rows.far.as_chunks::<DIM>().0;
-            for row in body::chosen_rows(&c.selection, t, p)? {
-                visible.push(&far[places[row as usize] as usize - 1]);
-            }
+    let groups = b.heads.len().div_ceil(HEADS);
+    let mut lists: [Vec<u32>; UNITS] = Default::default();
+    // With many heads a query fills several rounds, with few a round has several queries.
+    let each = (UNITS / groups).max(1);
+    for from in b.tokens.clone().step_by(each) {
+        let tokens = from..b.tokens.end.min(from + each);
+        for (i, list) in tokens.clone().zip(&mut lists) {
+            visible(a, b, i, rows, places, list)?;
         }
-        let mut h = b.heads.start;
-        while h < b.heads.end {
-            let many = (b.heads.end - h).min(4);
-            let at = (t * heads + h) * DIM;
-            let q = q[at..at + many * DIM].as_chunks::<DIM>().0;
-            // SAFETY: queries and heads of this block are its own.
-            let out = unsafe { out.range(at..at + many * DIM) }.as_chunks_mut::<DIM>().0;
-            let job = Heads { q, sinks: &a.sinks[h..h + many], scale: a.scale, rows: &visible };
-            match many {
-                4 => job.run::<4>(a.rounding, out),
-                3 => job.run::<3>(a.rounding, out),
-                2 => job.run::<2>(a.rounding, out),
-                _ => job.run::<1>(a.rounding, out),
+        for round in (0..groups).step_by(UNITS) {
+            let mut units = Vec::with_capacity(UNITS);
+            for (i, list) in tokens.clone().zip(&lists) {
+                for g in round..groups.min(round + UNITS) {
+                    let h = b.heads.start + g * HEADS;
+                    let many = (b.heads.end - h).min(HEADS);
+                    let at = ((part.first + i) * heads + h) * DIM;
+                    units.push(Unit {
+                        q: q[at..at + many * DIM].as_chunks().0,
+                        sinks: &a.sinks[h..h + many],
+                        rows: list,
+                        terms: Scratch::new(many * list.len()),
+                        denominators: [0.0; HEADS],
+                        // SAFETY: queries and heads of this block are its own.
+                        out: unsafe { out.range(at..at + many * DIM) }.as_chunks_mut().0,
+                    });
+                }
             }
-            h += many;
+            run(&rows.panel, &mut units, a.scale, a.rounding);
         }
     }
     Ok(())
 }
 
-/// Up to four heads of one query and the rows they see.
-struct Heads<'a> {
+/// Up to four heads of one query, and the rows of the panel that they see.
+struct Unit<'a> {
     q: &'a [[f32; DIM]],
     sinks: &'a [f32],
-    scale: f32,
-    rows: &'a [&'a [f32; DIM]],
+    rows: &'a [u32],
+    /// Scores, then softmax terms, head by head.
+    terms: Scratch,
+    denominators: [f32; HEADS],
+    out: &'a mut [[f32; DIM]],
 }
 
-impl Heads<'_> {
-    #[target_feature(enable = "avx2,fma,f16c")]
-    fn run<const H: usize>(&self, rounding: Rounding, out: &mut [[f32; DIM]]) {
-        let n = self.rows.len();
-        let mut terms = Scratch::new(H * n);
-        let mut r = 0;
-        while r + 2 <= n {
-            let scores = self.scores::<H, 2>(r);
-            for h in 0..H {
-                terms[h * n + r] = scores[h][0];
-                terms[h * n + r + 1] = scores[h][1];
-            }
-            r += 2;
-        }
-        if r < n {
-            let scores = self.scores::<H, 1>(r);
-            (0..H).for_each(|h| terms[h * n + r] = scores[h][0]);
-        }
-        let mut denominators = [0f32; H];
-        for h in 0..H {
-            let terms = &mut terms[h * n..(h + 1) * n];
-            denominators[h] = body::softmax_terms(terms, self.sinks[h]);
-            for e in terms {
-                *e = rounding.apply(*e);
-            }
-        }
-        for block in 0..DIM / 16 {
-            self.values::<H>(&terms, 16 * block, denominators, rounding, out);
-        }
-    }
-
-    /// Scaled products of `H` heads with rows `r..r + R`: [`math::dot`] in registers.
-    #[target_feature(enable = "avx2,fma,f16c")]
-    #[inline]
-    fn scores<const H: usize, const R: usize>(&self, r: usize) -> [[f32; R]; H] {
-        let mut acc = [[_mm256_setzero_ps(); R]; H];
-        let rows: [&[f32; DIM]; R] = std::array::from_fn(|i| self.rows[r + i]);
-        let q: [&[f32; DIM]; H] = std::array::from_fn(|h| &self.q[h]);
-        for k in (0..DIM).step_by(8) {
-            let b: [__m256; R] = std::array::from_fn(|i| {
-                // SAFETY: `k + 8 <= DIM`.
-                unsafe { _mm256_loadu_ps(rows[i].as_ptr().add(k)) }
-            });
-            for h in 0..H {
-                // SAFETY: `k + 8 <= DIM`.
-                let a = unsafe { _mm256_loadu_ps(q[h].as_ptr().add(k)) };
-                for i in 0..R {
-                    acc[h][i] = _mm256_fmadd_ps(a, b[i], acc[h][i]);
+/// All units, whose rows lie in the panel.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn run(panel: &Panel, units: &mut [Unit<'_>], scale: f32, rounding: Rounding) {
+    // Two units in step find most of each other's rows in the first-level cache.
+    for pair in units.chunks_mut(2) {
+        let most = pair.iter().map(|u| u.rows.len()).max().unwrap_or(0);
+        for r in (0..most).step_by(3) {
+            for unit in &mut *pair {
+                match unit.q.len() {
+                    4 => unit.scores::<4>(panel, r, scale),
+                    3 => unit.scores::<3>(panel, r, scale),
+                    2 => unit.scores::<2>(panel, r, scale),
+                    _ => unit.scores::<1>(panel, r, scale),
                 }
             }
         }
-        std::array::from_fn(|h| {
-            std::array::from_fn(|i| {
-                let mut lanes = [0f32; 8];
-                // SAFETY: eight floats.
-                unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), acc[h][i]) };
-                math::sum_lanes(lanes) * self.scale
-            })
-        })
     }
+    for unit in &mut *units {
+        let terms = unit.terms.chunks_exact_mut(unit.rows.len());
+        for ((terms, sink), denominator) in terms.zip(unit.sinks).zip(&mut unit.denominators) {
+            *denominator = body::softmax_terms(terms, *sink);
+            match rounding {
+                Rounding::None => {}
+                Rounding::Bf16 => terms.iter_mut().for_each(|e| *e = crate::quant::bf16_round(*e)),
+            }
+        }
+    }
+    for slab in 0..DIM / SLAB {
+        for unit in &mut *units {
+            match unit.q.len() {
+                4 => unit.values::<4>(panel, slab, rounding),
+                3 => unit.values::<3>(panel, slab, rounding),
+                2 => unit.values::<2>(panel, slab, rounding),
+                _ => unit.values::<1>(panel, slab, rounding),
+            }
+        }
+    }
+}
 
-    /// Channels `c..c + 16` of the output of `H` heads: rows in order, fused.
+impl Unit<'_> {
+    /// Scores of the rows `r..r + 3`, as far as there are so many.
     #[target_feature(enable = "avx2,fma,f16c")]
     #[inline]
-    fn values<const H: usize>(
-        &self,
-        terms: &[f32],
-        c: usize,
-        denominators: [f32; H],
-        rounding: Rounding,
-        out: &mut [[f32; DIM]],
-    ) {
+    fn scores<const H: usize>(&mut self, panel: &Panel, r: usize, scale: f32) {
+        match self.rows.len().saturating_sub(r) {
+            0 => {}
+            1 => self.score_tile::<H, 1>(panel, r, scale),
+            2 => self.score_tile::<H, 2>(panel, r, scale),
+            _ => self.score_tile::<H, 3>(panel, r, scale),
+        }
+    }
+
+    /// Scaled products of `H` heads with rows `r..r + R`: [`crate::math::dot`] in registers.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    #[inline]
+    fn score_tile<const H: usize, const R: usize>(&mut self, panel: &Panel, r: usize, scale: f32) {
+        let mut acc = [[_mm256_setzero_ps(); R]; H];
+        let n = self.rows.len();
+        let rows: [*const f32; R] = std::array::from_fn(|i| panel.at(0, self.rows[r + i] as usize));
+        let q: [&[f32; DIM]; H] = std::array::from_fn(|h| &self.q[h]);
+        for s in 0..DIM / SLAB {
+            for half in [0, 8] {
+                let b: [__m256; R] = std::array::from_fn(|i| {
+                    // SAFETY: the row was checked (`visible`), so it has this slab.
+                    unsafe { _mm256_load_ps(rows[i].add(s * panel.stride() + half)) }
+                });
+                for h in 0..H {
+                    // SAFETY: `16 s + half + 8 <= DIM`.
+                    let a = unsafe { _mm256_loadu_ps(q[h].as_ptr().add(s * SLAB + half)) };
+                    for i in 0..R {
+                        acc[h][i] = _mm256_fmadd_ps(a, b[i], acc[h][i]);
+                    }
+                }
+            }
+        }
+        for h in 0..H {
+            for i in 0..R {
+                self.terms[h * n + r + i] = sum_lanes(acc[h][i]) * scale;
+            }
+        }
+    }
+
+    /// Channels `16 slab ..` of the output of `H` heads: rows in order, fused.
+    ///
+    /// Not inlined: on its own the loop keeps all its sums in registers.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    #[inline(never)]
+    fn values<const H: usize>(&mut self, panel: &Panel, slab: usize, rounding: Rounding) {
         let n = self.rows.len();
         let mut acc = [[_mm256_setzero_ps(); 2]; H];
-        assert!(terms.len() == H * n && c + 16 <= DIM, "terms of the rows");
-        for (r, row) in self.rows.iter().enumerate() {
-            // SAFETY: `c + 16 <= DIM`; `terms` holds `n` terms of each head.
+        let (rows, terms) = (self.rows.as_ptr(), self.terms[..H * n].as_ptr());
+        let from = panel.at(slab, 0);
+        for r in 0..n {
+            // SAFETY: the row was checked (`visible`); there are `n` terms of each head.
             unsafe {
-                let v0 = _mm256_loadu_ps(row.as_ptr().add(c));
-                let v1 = _mm256_loadu_ps(row.as_ptr().add(c + 8));
+                let at = from.add(*rows.add(r) as usize * SLAB);
+                let (v0, v1) = (_mm256_load_ps(at), _mm256_load_ps(at.add(8)));
                 for h in 0..H {
-                    let e = _mm256_broadcast_ss(terms.get_unchecked(h * n + r));
+                    let e = _mm256_broadcast_ss(&*terms.add(h * n + r));
                     acc[h][0] = _mm256_fmadd_ps(e, v0, acc[h][0]);
                     acc[h][1] = _mm256_fmadd_ps(e, v1, acc[h][1]);
                 }
             }
         }
         for h in 0..H {
-            let d = _mm256_set1_ps(denominators[h]);
+            let d = _mm256_set1_ps(self.denominators[h]);
             for (i, acc) in acc[h].iter().enumerate() {
-                let v = _mm256_div_ps(*acc, d);
-                let v = if rounding == Rounding::Bf16 { round_bf16(v) } else { v };
-                // SAFETY: `c + 16 <= DIM`.
-                unsafe { _mm256_storeu_ps(out[h].as_mut_ptr().add(c + 8 * i), v) };
+                let x = _mm256_div_ps(*acc, d);
+                let x = if rounding == Rounding::Bf16 { round_bf16(x) } else { x };
+                let out = &mut self.out[h][slab * SLAB + 8 * i..][..8];
+                // SAFETY: eight floats.
+                unsafe { _mm256_storeu_ps(out.as_mut_ptr(), x) };
             }
         }
     }
+}
+
+/// [`crate::math::sum_lanes`] in registers.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn sum_lanes(v: __m256) -> f32 {
+    let four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
 }

@@ -256,7 +256,7 @@ impl Job {
         }
     }
 
-    /// All rows of `NP` panels, six at a time.
+    /// All rows of `NP` panels, up to six at a time.
     ///
     /// # Safety
     /// `NP` panels of `self.k` steps are at `panel`, `bytes` apart.
@@ -269,9 +269,15 @@ impl Job {
     ) {
         let mut r = 0;
         while r < self.m {
+            // Seven and eight rows go as four and the rest: tiles of one or two rows would wait for
+            // their own sums.
+            let many = match self.m - r {
+                7 | 8 => 4,
+                left => left.min(6),
+            };
             // SAFETY: rows `r..r + MR` are below `m` in each arm.
             unsafe {
-                match self.m - r {
+                match many {
                     1 => self.tile::<1, NP, BF16>(r, p, panel, bytes),
                     2 => self.tile::<2, NP, BF16>(r, p, panel, bytes),
                     3 => self.tile::<3, NP, BF16>(r, p, panel, bytes),
@@ -280,7 +286,7 @@ impl Job {
                     _ => self.tile::<6, NP, BF16>(r, p, panel, bytes),
                 }
             }
-            r += 6;
+            r += many;
         }
     }
 

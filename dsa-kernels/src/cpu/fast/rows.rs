@@ -2,11 +2,84 @@
 
 #![expect(unsafe_code, reason = "vector instructions")]
 
+use super::team::Scratch;
 use crate::cpu::rows;
 use crate::error::KernelError;
 use crate::ops::{PagedCache, RowFormat};
 use crate::quant;
 use std::arch::x86_64::*;
+
+/// Channels of a slab: one cache line of a row.
+pub(crate) const SLAB: usize = 16;
+
+/// Decoded rows, cut into slabs of 16 channels: slab `s` holds channels `16 s ..` of all rows one
+/// after the other. A sum over rows reads neighbouring cache lines, and a slab of some hundred rows
+/// fits the first-level cache; rows of 2 KiB one after the other would all compete for a few sets.
+pub(crate) struct Panel {
+    values: Scratch,
+    rows: usize,
+    dim: usize,
+}
+
+impl Panel {
+    /// Room for `rows` rows of `dim` channels, a multiple of 16; contents are unspecified.
+    pub(crate) fn new(dim: usize, rows: usize) -> Self {
+        Self { values: Scratch::new(dim / SLAB * stride(rows)), rows, dim }
+    }
+
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Floats between slabs.
+    pub(crate) fn stride(&self) -> usize {
+        stride(self.rows)
+    }
+
+    /// Address of a row's slab: 16 floats on one cache line.
+    pub(crate) fn at(&self, slab: usize, row: usize) -> *const f32 {
+        self.values[slab * self.stride() + row * SLAB..][..SLAB].as_ptr()
+    }
+
+    fn line(&mut self, slab: usize, row: usize) -> &mut [f32] {
+        let at = slab * self.stride() + row * SLAB;
+        &mut self.values[at..at + SLAB]
+    }
+}
+
+/// An odd number of lines, so that the slabs of a row spread over all cache sets.
+fn stride(rows: usize) -> usize {
+    (rows | 1) * SLAB
+}
+
+/// Reads and decodes the row at `(page, row)` into row `to` of the panel.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(crate) fn load_into(
+    op: &'static str,
+    cache: &PagedCache<'_>,
+    at: (u32, u32),
+    panel: &mut Panel,
+    to: usize,
+) -> Result<(), KernelError> {
+    if cache.format == RowFormat::KvV4 {
+        let (data, scales) = read::<576, 8>(op, cache, at)?;
+        let (codes, rope) = data.split_at(448);
+        for (slab, codes) in codes.as_chunks::<SLAB>().0.iter().enumerate() {
+            e4m3(codes, quant::e8m0_decode(scales[slab / 4]), panel.line(slab, to));
+        }
+        for (slab, bytes) in rope.as_chunks::<{ 2 * SLAB }>().0.iter().enumerate() {
+            bf16(bytes, panel.line(448 / SLAB + slab, to));
+        }
+        return Ok(());
+    }
+    let mut row = [0f32; 512];
+    let row = &mut row[..panel.dim];
+    load_row(op, cache, at, row)?;
+    for (slab, values) in row.as_chunks::<SLAB>().0.iter().enumerate() {
+        panel.line(slab, to).copy_from_slice(values);
+    }
+    Ok(())
+}
 
 /// Reads and decodes the row at `(page, row)`.
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -71,10 +144,43 @@ fn eight_bytes(bytes: [u8; 8]) -> __m128i {
     _mm_cvtsi64_si128(i64::from_le_bytes(bytes))
 }
 
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn sixteen_bytes(bytes: &[u8; 16]) -> __m128i {
+    // SAFETY: sixteen bytes.
+    unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) }
+}
+
 /// `e4m3_decode(code) * scale`.
+///
+/// A code is an FP16 number divided by 256, so the product with `256 * scale` is the same real
+/// number, rounded once. Groups with a NaN, and scales that leave no room for 256, go the long way.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn e4m3(codes: &[u8], scale: f32, out: &mut [f32]) {
+    let low = _mm_set1_epi8(0x7f);
+    let scale256 = _mm256_set1_ps(scale * 256.0);
+    let fits = scale.abs() <= 1e30;
+    for (codes, out) in codes.as_chunks::<16>().0.iter().zip(out.as_chunks_mut::<16>().0) {
+        let bytes = sixteen_bytes(codes);
+        let nan = _mm_movemask_epi8(_mm_cmpeq_epi8(_mm_and_si128(bytes, low), low));
+        if nan != 0 || !fits {
+            e4m3_any(codes, scale, out);
+            continue;
+        }
+        // The sign extension puts the sign into bits 14 and 15 of the shifted number.
+        let shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+        let half = _mm256_and_si256(shifted, _mm256_set1_epi16(0xbf80u16 as i16));
+        let halves = [_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)];
+        for (half, out) in halves.into_iter().zip(out.as_chunks_mut::<8>().0) {
+            put(out, _mm256_mul_ps(_mm256_cvtph_ps(half), scale256));
+        }
+    }
+}
+
+/// [`e4m3`] for any code and scale.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn e4m3_any(codes: &[u8; 16], scale: f32, out: &mut [f32; 16]) {
     let (scale, bias) = (_mm256_set1_ps(scale), _mm256_set1_ps(f32::from_bits(247 << 23)));
     let (low, sign) = (_mm256_set1_epi32(0x7f), _mm256_set1_epi32(0x80));
     let nan = _mm256_set1_epi32(f32::NAN.to_bits() as i32);
@@ -116,9 +222,8 @@ fn e2m1(codes: &[u8; 16], scale: f32, out: &mut [f32; 32]) {
 #[inline]
 fn bf16(bytes: &[u8], out: &mut [f32]) {
     for (bytes, out) in bytes.as_chunks::<16>().0.iter().zip(out.as_chunks_mut::<8>().0) {
-        // SAFETY: sixteen bytes.
-        let bits = unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) };
-        put(out, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)));
+        let bits = _mm256_cvtepu16_epi32(sixteen_bytes(bytes));
+        put(out, _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16)));
     }
 }
 
@@ -134,7 +239,7 @@ mod tests {
             return;
         }
         let all: Vec<u8> = (0..=255).collect();
-        for scale in [1.0f32, 0.37, 2f32.powi(-127), 2f32.powi(100)] {
+        for scale in [1.0f32, 0.37, 2f32.powi(-127), 2f32.powi(90), 2f32.powi(127), 1e-45] {
             let mut got = [0f32; 256];
             // SAFETY: the features were found above.
             unsafe { e4m3(&all, scale, &mut got) };
