@@ -10,6 +10,8 @@ mod cluster;
 mod corpus;
 #[path = "e2e/damage.rs"]
 mod damage;
+#[path = "e2e/found.rs"]
+mod found;
 #[path = "e2e/openai_client.rs"]
 mod openai_client;
 #[path = "e2e/processes.rs"]
