@@ -45,7 +45,12 @@ impl Pools {
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut pools = Pools(PoolKind::ALL.map(|kind| PagePool::new(kind, 16)));
-    let mut tree = PrefixTree::new(Config { blocks_max: 8, boundaries_max: 4, leases_max: 4 });
+    let mut tree = PrefixTree::new(Config {
+        blocks_max: 8,
+        boundaries_max: 4,
+        leases_max: 4,
+        keep_blocks: false,
+    });
     let namespace = Namespace::new(Fingerprint([1; 16]), b"tenant");
     let system: Vec<u32> = (0..512).collect();
     for (number, question) in [(1, 7_000), (2, 9_000)] {
@@ -67,7 +72,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let window = pools.compute(PoolKind::Window, 2, sequence)?;
             let carry = pools.compute(PoolKind::Carry, 1, sequence)?[0];
             let boundary = Boundary { window, carry };
-            let inserted = tree.insert(&chain[..end], &blocks[..end], boundary)?;
+            let inserted = tree.insert(&chain[..end], &blocks[..end], Some(boundary))?;
             println!("  up to block {end}: {inserted:?}");
             pools.settle(&mut tree)?;
         }

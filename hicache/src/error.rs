@@ -30,6 +30,9 @@ pub enum InsertError {
         /// Window pages given.
         pages: usize,
     },
+    /// A prefix without a boundary, in a tree that does not keep blocks.
+    #[error("blocks without a boundary can never be hit")]
+    NoBoundary,
     /// A hash is in the tree behind another prefix, or twice in the chain.
     #[error("hash {position} of the chain belongs to another prefix")]
     Inconsistent {

@@ -20,7 +20,8 @@
 //! | eviction of blocks | the least recently used unpinned node, always a leaf, goes | goes with it |
 //! | eviction of boundaries | stays while something behind it can be hit | the least recently used unpinned one goes |
 //!
-//! A leaf without a boundary can never be hit, so it is removed as soon as it arises. Whatever goes
+//! A leaf without a boundary can never be hit, so it is removed as soon as it arises; a tree that
+//! keeps blocks ([`Config::keep_blocks`]) keeps it, for [`PrefixTree::lookup_blocks`]. Whatever goes
 //! comes out as [`Action::Release`].
 #![no_std]
 #![forbid(unsafe_code)]

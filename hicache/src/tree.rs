@@ -26,6 +26,9 @@ pub struct Config {
     pub boundaries_max: usize,
     /// Most leases at a time.
     pub leases_max: usize,
+    /// Whether blocks are of use without a boundary behind them. They are to a decode worker, which
+    /// asks its peer for the rest, and not to a worker that computes.
+    pub keep_blocks: bool,
 }
 
 /// Something to be done to a page pool, in the order in which it comes out.
@@ -76,7 +79,7 @@ pub struct Counters {
     pub hits: u64,
     /// Blocks that lookups asked for.
     pub blocks_wanted: u64,
-    /// Blocks that lookups found.
+    /// Blocks that lookups found; of [`PrefixTree::lookup_blocks`] too.
     pub blocks_hit: u64,
     /// Chains inserted.
     pub inserts: u64,
@@ -149,8 +152,26 @@ impl PrefixTree {
         None
     }
 
+    /// The pages of the longest prefix of `chain`, of at most `max_blocks` blocks, whether or not
+    /// anything could be computed from its end; for a tree that keeps blocks ([`Config`]).
+    ///
+    /// The pages are only certain to stay until the next call that evicts.
+    pub fn lookup_blocks(&mut self, chain: &[ChainHash], max_blocks: usize) -> Vec<PageRef> {
+        let wanted = &chain[..chain.len().min(max_blocks)];
+        self.counters.lookups += 1;
+        self.counters.blocks_wanted += wanted.len() as u64;
+        let path = self.nodes.walk(wanted);
+        if let Some(&end) = path.last() {
+            self.use_now(end);
+            self.counters.hits += 1;
+            self.counters.blocks_hit += path.len() as u64;
+        }
+        path.iter().map(|&id| self.nodes.get(id).block).collect()
+    }
+
     /// Adds a prefix: one hash and one sealed block page per full block, and the boundary at its
-    /// end. What is there already stays; the caller keeps its own pages for that.
+    /// end, which only a tree that keeps blocks ([`Config`]) can do without. What is there already
+    /// stays; the caller keeps its own pages for that.
     ///
     /// To keep boundaries inside a prefix, insert each of its prefixes that has one.
     ///
@@ -162,9 +183,9 @@ impl PrefixTree {
         &mut self,
         chain: &[ChainHash],
         blocks: &[PageRef],
-        boundary: Boundary,
+        boundary: Option<Boundary>,
     ) -> Result<Inserted, InsertError> {
-        let path = match self.check_insert(chain, blocks, &boundary) {
+        let path = match self.check_insert(chain, blocks, boundary.as_ref()) {
             Ok(path) => path,
             Err(error) => {
                 self.counters.inserts_refused += 1;
@@ -175,13 +196,14 @@ impl PrefixTree {
         let is_known = chain.len() == known;
         let has_boundary =
             is_known && path.last().is_some_and(|&id| self.nodes.get(id).boundary.is_some());
+        let boundary = boundary.filter(|_| !has_boundary);
         // Evicting for the new nodes must not take the ones they hang from.
         let known_end = path.last().copied();
         self.pin_path(known_end);
         while self.nodes.len() + chain.len() - known > self.config.blocks_max {
             assert!(self.evict_block(), "room was counted before");
         }
-        while !has_boundary && self.boundaries >= self.config.boundaries_max {
+        while boundary.is_some() && self.boundaries >= self.config.boundaries_max {
             assert!(self.evict_boundary(), "room was counted before");
         }
         let mut end = known_end;
@@ -191,7 +213,8 @@ impl PrefixTree {
             end = Some(id);
         }
         let end = end.expect("a chain has at least one block");
-        if !has_boundary {
+        let taken = boundary.is_some();
+        if let Some(boundary) = boundary {
             for page in boundary.pages() {
                 self.actions.push_back(Action::Retain { owner: Owner::Tree(end.0), page });
             }
@@ -204,8 +227,26 @@ impl PrefixTree {
         self.counters.inserts += 1;
         self.counters.blocks_taken += (chain.len() - known) as u64;
         self.counters.blocks_duplicate += known as u64;
-        self.counters.boundaries_taken += u64::from(!has_boundary);
-        Ok(Inserted { blocks: chain.len() - known, boundary: !has_boundary })
+        self.counters.boundaries_taken += u64::from(taken);
+        Ok(Inserted { blocks: chain.len() - known, boundary: taken })
+    }
+
+    /// Whether a lookup of the prefix that ends with `hash` could end there.
+    #[must_use]
+    pub fn has_boundary(&self, hash: &ChainHash) -> bool {
+        self.nodes.find(hash).is_some_and(|id| self.nodes.get(id).boundary.is_some())
+    }
+
+    /// Releases the boundary at the end of the prefix with this hash, with the blocks that become
+    /// useless by it; false if there is none or a lease needs it. For a boundary that a later one
+    /// of the same sequence has made superfluous.
+    pub fn drop_boundary(&mut self, hash: &ChainHash) -> bool {
+        let Some(node) = self.nodes.find(hash) else { return false };
+        if !self.boundary_order.remove(node.0) {
+            return false;
+        }
+        self.take_boundary(node);
+        true
     }
 
     /// Keeps all pages of a hit until [`PrefixTree::unpin`].
@@ -314,7 +355,7 @@ impl PrefixTree {
         &self,
         chain: &[ChainHash],
         blocks: &[PageRef],
-        boundary: &Boundary,
+        boundary: Option<&Boundary>,
     ) -> Result<Vec<NodeId>, InsertError> {
         if chain.is_empty() || chain.len() != blocks.len() {
             return Err(InsertError::Shape { hashes: chain.len(), pages: blocks.len() });
@@ -322,7 +363,11 @@ impl PrefixTree {
         for &page in blocks {
             check_pool(page, PoolKind::Block)?;
         }
-        boundary.check()?;
+        match boundary {
+            Some(boundary) => boundary.check()?,
+            None if self.config.keep_blocks => {}
+            None => return Err(InsertError::NoBoundary),
+        }
         let path = self.nodes.walk(chain);
         let mut new = BTreeSet::new();
         for (position, hash) in chain.iter().enumerate().skip(path.len()) {
@@ -340,7 +385,7 @@ impl PrefixTree {
         let ends_at_boundary =
             wanted == 0 && path.last().is_some_and(|&id| self.nodes.get(id).boundary.is_some());
         let pinned = self.boundaries - self.boundary_order.len();
-        if !ends_at_boundary && pinned >= self.config.boundaries_max {
+        if boundary.is_some() && !ends_at_boundary && pinned >= self.config.boundaries_max {
             return Err(InsertError::BoundariesFull { limit: self.config.boundaries_max });
         }
         Ok(path)
@@ -385,15 +430,22 @@ impl PrefixTree {
     /// Evicts the least recently used boundary that no lease needs; false if there is none.
     fn evict_boundary(&mut self) -> bool {
         let Some(victim) = self.boundary_order.pop_victim() else { return false };
-        let victim = NodeId(victim);
-        let boundary = self.nodes.get_mut(victim).boundary.take();
-        self.release_boundary(victim, &boundary.expect("the order holds nodes with boundaries"));
-        self.remove_useless(Some(victim));
+        self.take_boundary(NodeId(victim));
         true
+    }
+
+    /// Releases the boundary of a node that is no longer in the order of boundaries.
+    fn take_boundary(&mut self, node: NodeId) {
+        let boundary = self.nodes.get_mut(node).boundary.take();
+        self.release_boundary(node, &boundary.expect("the order holds nodes with boundaries"));
+        self.remove_useless(Some(node));
     }
 
     /// Removes `node`, and then those before it, while nothing at or behind it can be hit.
     fn remove_useless(&mut self, mut node: Option<NodeId>) {
+        if self.config.keep_blocks {
+            return;
+        }
         while let Some(id) = node {
             let end = self.nodes.get(id);
             if end.children > 0 || end.pins > 0 || end.boundary.is_some() {

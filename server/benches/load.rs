@@ -84,7 +84,8 @@ struct Row {
 
 async fn run(plan: &Plan, index_keys: &str) -> Row {
     let flags = format!("--index-k-dtype {index_keys}");
-    let unified = Server::worker("null", &flags);
+    // Computes every prompt anew; the pair goes on from what it has.
+    let unified = Server::worker("null", &format!("{flags} --disable-radix-cache"));
     let pair = Pair::start(&plan.transport, &flags);
     healthy(&pair.decode.url).await;
     let tokenizer = Tokenizer::from_dir(Path::new(MODEL)).expect("the mini model's tokenizer");

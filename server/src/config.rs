@@ -105,6 +105,9 @@ pub struct ServeArgs {
     /// Tokens of prompt and output together [default: what the model was made for].
     #[arg(long)]
     pub context_length: Option<u32>,
+    /// Compute every prompt from its first token: keep no prefixes of earlier ones.
+    #[arg(long)]
+    pub disable_radix_cache: bool,
     /// Memory for pages of each worker, MiB [default: a quarter of the machine's, at most 1024].
     #[arg(long)]
     pub kv_memory_mib: Option<u64>,

@@ -207,6 +207,21 @@ pub enum MetricKind {
     Gauge,
 }
 
+/// Pages of one pool as the page shows them.
+#[derive(Clone, Debug, Default)]
+pub struct PoolView {
+    /// `block`, `window` or `carry`.
+    pub name: String,
+    /// Pages with an owner.
+    pub used: u64,
+    /// Of these, pages that are kept for later prompts.
+    pub cached: u64,
+    /// Pages set aside after a failed check.
+    pub quarantined: u64,
+    /// All pages.
+    pub total: u64,
+}
+
 /// A worker of this process as the page shows it.
 #[derive(Clone, Debug, Default)]
 pub struct WorkerView {
@@ -216,8 +231,8 @@ pub struct WorkerView {
     pub queued: u64,
     /// Running requests.
     pub running: u64,
-    /// Per pool: name, used pages, total pages, quarantined pages.
-    pub pools: Vec<(String, u64, u64, u64)>,
+    /// Its page pools.
+    pub pools: Vec<PoolView>,
     /// Peers: address, state, transport.
     pub peers: Vec<(String, String, String)>,
 }

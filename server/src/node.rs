@@ -6,13 +6,14 @@ use crate::clock::{Clock, unix_seconds};
 use crate::config::{Backend, ConfigError, Mode, ServeArgs, is_local};
 use crate::engine::{
     CancelOnDrop, Engine, EngineInfo, GenerateRequest, Generation, Health, Metric, MetricKind,
-    Stats, SubmitError, WorkerView,
+    PoolView, Stats, SubmitError, WorkerView,
 };
 use crate::glue::handoff::PageVerifier;
 use crate::glue::pools::{POOLS, PageCounts, Pools};
 use crate::glue::regions::PoolRegion;
 use crate::worker::{
-    Inbox, Link, Role, SPARE_PAGES, Shared, Snapshot, Worker, WorkerConfig, WorkerMsg, spawn,
+    Inbox, Link, PoolNumbers, Role, SPARE_PAGES, Shared, Snapshot, Worker, WorkerConfig, WorkerMsg,
+    spawn,
 };
 use anyhow::{Context, bail};
 use crossbeam_channel::TrySendError;
@@ -20,7 +21,7 @@ use dsa_kernels::CpuDevice;
 use dsa_kernels::cpu::CpuKernels;
 use dsv4_model::text::Tokenizer;
 use dsv4_model::{LoadOptions, Model};
-use kv_pool::{Fingerprint, Geometry};
+use kv_pool::{Fingerprint, Geometry, PoolKind};
 use pd_transfer::driver::{Driver, DriverConfig, DriverHandle, Verifier};
 use pd_transfer::inprocess::InProcessNet;
 use pd_transfer::shm::Shm;
@@ -202,10 +203,13 @@ impl Engine for NodeEngine {
 }
 
 fn view_of(worker: &WorkerHandle, snapshot: &Snapshot) -> WorkerView {
-    let pool =
-        |(kind, (used, quarantined, _, total)): (kv_pool::PoolKind, (u64, u64, u64, u64))| {
-            (format!("{kind:?}").to_lowercase(), used, total, quarantined)
-        };
+    let pool = |(kind, n): (PoolKind, PoolNumbers)| PoolView {
+        name: format!("{kind:?}").to_lowercase(),
+        used: n.used,
+        cached: n.cached,
+        quarantined: n.quarantined,
+        total: n.total,
+    };
     WorkerView {
         role: worker.role.name().to_owned(),
         queued: snapshot.queued,
@@ -260,10 +264,27 @@ fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
         "Prompts computed here because no prefill worker was connected",
     ));
     all.push(metric("dsv4:peers", n.peers.len() as u64, Gauge, "Connected peers"));
-    for (kind, (used, quarantined, draining, total)) in POOLS.into_iter().zip(n.pools) {
-        for (state, value) in
-            [("used", used), ("quarantined", quarantined), ("draining", draining), ("total", total)]
-        {
+    let p = n.prefixes;
+    for (name, value, help) in [
+        ("reused_tokens", n.reused_tokens, "Prompt tokens neither computed nor pulled anew"),
+        ("lookups", p.lookups, "Prompts looked up in the prefix tree"),
+        ("hits", p.hits, "Prompts of which the prefix tree had a part"),
+        ("blocks_taken", p.blocks_taken, "Blocks taken into the prefix tree"),
+        ("blocks_evicted", p.blocks_evicted, "Blocks given up by the prefix tree"),
+        ("boundaries_taken", p.boundaries_taken, "Places to go on from, taken"),
+        ("boundaries_evicted", p.boundaries_evicted, "Places to go on from, given up"),
+        ("inserts_refused", p.inserts_refused, "Prefixes that found no room in the tree"),
+    ] {
+        all.push(metric(&format!("dsv4:prefix_{name}_total"), value, Counter, help));
+    }
+    for (kind, pool) in POOLS.into_iter().zip(n.pools) {
+        for (state, value) in [
+            ("used", pool.used),
+            ("cached", pool.cached),
+            ("quarantined", pool.quarantined),
+            ("draining", pool.draining),
+            ("total", pool.total),
+        ] {
             let mut m = metric("dsv4:pages", value, Gauge, "Pages by pool and state");
             m.labels.push(("pool".to_owned(), format!("{kind:?}").to_lowercase()));
             m.labels.push(("state".to_owned(), state.to_owned()));
@@ -448,17 +469,20 @@ impl Parts {
             max_running: args.max_running_requests,
             max_queued: args.max_queued_requests,
             context_length,
+            fingerprint: input.fingerprint(),
+            keep_prefixes: !args.disable_radix_cache,
         };
         let shape = memory::Shape {
             step_tokens: config.step_tokens,
             running: config.max_running,
             context_length,
+            keeps_prefixes: config.keep_prefixes,
         };
         let counts = memory::divide(&geometry, memory::budget(args.kv_memory_mib)?, shape)?;
         Ok(Self {
             model,
             geometry,
-            fingerprint: input.fingerprint(),
+            fingerprint: config.fingerprint,
             layout: input.describe(),
             config,
             counts,

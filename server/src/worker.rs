@@ -2,6 +2,7 @@
 //! model. It hears from clients and from the hand-off through one channel.
 
 mod pages;
+mod prefix;
 mod pull;
 mod push;
 mod sequence;
@@ -19,6 +20,7 @@ use pd_transfer::driver::{DriverGone, DriverHandle};
 use pd_transfer::endpoint::Upcall;
 use pd_transfer::id::PeerId;
 use pd_transfer::wire::AttemptId;
+use prefix::Prefixes;
 use sequence::{Origin, Sequence, State};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -62,6 +64,10 @@ pub struct WorkerConfig {
     pub max_queued: u32,
     /// Tokens of prompt and output together.
     pub context_length: u32,
+    /// Layout of the pages, weights and tokenizer: what prefixes are kept under.
+    pub fingerprint: Fingerprint,
+    /// Whether prefixes are kept for later prompts.
+    pub keep_prefixes: bool,
 }
 
 /// What reaches a worker's thread.
@@ -89,6 +95,21 @@ pub enum WorkerMsg {
     Stop,
 }
 
+/// Pages of one pool at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PoolNumbers {
+    /// With an owner.
+    pub used: u64,
+    /// Held by the prefix tree; in use by a sequence as well, or given back when one needs them.
+    pub cached: u64,
+    /// Set aside after a failed check.
+    pub quarantined: u64,
+    /// Only read by a peer.
+    pub draining: u64,
+    /// All.
+    pub total: u64,
+}
+
 /// Numbers of a worker at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
@@ -98,12 +119,17 @@ pub struct Snapshot {
     pub running: u64,
     /// Prompts that peers may still read.
     pub lent: u64,
-    /// Per pool: used, quarantined, draining, total pages.
-    pub pools: [(u64, u64, u64, u64); 3],
+    /// Pages of each pool.
+    pub pools: [PoolNumbers; 3],
     /// Steps run.
     pub steps: u64,
     /// Prompt tokens computed here.
     pub prefill_tokens: u64,
+    /// Tokens of prompts that were not computed (by a decode worker: not pulled), because their
+    /// pages were here already.
+    pub reused_tokens: u64,
+    /// What the prefix tree has counted.
+    pub prefixes: hicache::Counters,
     /// Tokens generated here.
     pub generation_tokens: u64,
     /// Prompts that arrived verified from a prefill worker.
@@ -189,6 +215,7 @@ pub struct Worker {
     config: WorkerConfig,
     model: Arc<Model>,
     pools: Pools,
+    prefixes: Prefixes,
     scheduler: Scheduler,
     sequences: BTreeMap<SeqId, Sequence>,
     attempts: BTreeMap<AttemptId, SeqId>,
@@ -231,6 +258,7 @@ impl Worker {
                 carry: pools.count(PoolKind::Carry).saturating_sub(SPARE_PAGES),
             },
         });
+        let prefixes = Prefixes::new(config.role, &pools, config.fingerprint, config.keep_prefixes);
         let workspace = Workspace::new(
             model.config(),
             config.step_tokens as usize,
@@ -240,6 +268,7 @@ impl Worker {
             config,
             model,
             pools,
+            prefixes,
             scheduler,
             sequences: BTreeMap::new(),
             attempts: BTreeMap::new(),
@@ -335,7 +364,7 @@ impl Worker {
     /// Computes the prompt here.
     fn start_local(&mut self, id: SeqId) {
         let Some(seq) = self.sequences.get_mut(&id) else { return };
-        let carry = match self.pools.take(PoolKind::Carry, 1, seq.owner) {
+        let carry = match self.prefixes.take(&mut self.pools, PoolKind::Carry, 1, seq.owner) {
             Ok(pages) => pages[0],
             Err(error) => {
                 let text = error.to_string();
@@ -343,9 +372,16 @@ impl Worker {
             }
         };
         seq.table = Some(kv_pool::PageTable::new(carry));
-        seq.computed = 0;
+        (seq.computed, seq.cached) = (0, 0);
         seq.state = State::Prefilling;
-        self.scheduler.start_prefill(id, seq.tokens.len() as u32);
+        let end = seq.tokens.len() as u32;
+        if let Err(error) = self.reuse(id) {
+            panic!("share a prefix with sequence {id}: {error}");
+        }
+        let Some(seq) = self.sequences.get_mut(&id) else { return };
+        seq.leg_end = self.prefixes.stop(seq.computed, end);
+        self.scheduler.start_prefill(id, seq.leg_end - seq.computed);
+        self.offer_blocks(id);
     }
 
     /// Ends a sequence whose client has gone or whose peer has called it off.
@@ -433,9 +469,15 @@ impl Worker {
         n.lent = self.lent.len() as u64;
         for (slot, kind) in n.pools.iter_mut().zip(POOLS) {
             let c = self.pools.pages(kind).counts();
-            let used = u64::from(c.total - c.free);
-            *slot = (used, c.quarantined.into(), c.draining.into(), c.total.into());
+            *slot = PoolNumbers {
+                used: u64::from(c.total - c.free),
+                cached: self.prefixes.held(kind),
+                quarantined: c.quarantined.into(),
+                draining: c.draining.into(),
+                total: c.total.into(),
+            };
         }
+        n.prefixes = self.prefixes.counters();
         n.peers =
             self.peers.iter().map(|((driver, _), peer)| (peer.address.clone(), *driver)).collect();
         *self.shared.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = n.clone();

@@ -40,7 +40,12 @@ impl Fresh {
 }
 
 pub(crate) fn tree(blocks_max: usize, boundaries_max: usize, leases_max: usize) -> PrefixTree {
-    PrefixTree::new(Config { blocks_max, boundaries_max, leases_max })
+    PrefixTree::new(Config { blocks_max, boundaries_max, leases_max, keep_blocks: false })
+}
+
+/// A tree that keeps blocks without a boundary.
+pub(crate) fn keeper(blocks_max: usize, boundaries_max: usize, leases_max: usize) -> PrefixTree {
+    PrefixTree::new(Config { blocks_max, boundaries_max, leases_max, keep_blocks: true })
 }
 
 /// What a pool would know: which owner holds which page.

@@ -1,6 +1,6 @@
 //! Random traffic against a flat oracle.
 
-use crate::common::{Books, Fresh, chain, tree};
+use crate::common::{Books, Fresh, chain, keeper, tree};
 use hicache::{Boundary, Hit, LeaseId, PrefixTree};
 use kv_pool::PageRef;
 use proptest::prelude::*;
@@ -25,6 +25,7 @@ struct Entry {
 struct Oracle {
     entries: BTreeMap<Path, Entry>,
     leases: BTreeMap<u64, Path>,
+    keep_blocks: bool,
     now: u64,
 }
 
@@ -54,7 +55,9 @@ impl Oracle {
             self.now += 1;
             self.entries.get_mut(&prefix).unwrap().used = self.now;
         }
-        self.entries.get_mut(path).unwrap().boundary_used = self.now;
+        if !path.is_empty() {
+            self.entries.get_mut(path).unwrap().boundary_used = self.now;
+        }
     }
 
     fn lookup(&mut self, path: &[u8], max: usize) -> Option<(Vec<PageRef>, Boundary)> {
@@ -69,8 +72,26 @@ impl Oracle {
         Some((blocks, self.entries[&hit].boundary.clone().unwrap()))
     }
 
+    fn lookup_blocks(&mut self, path: &[u8], max: usize) -> Vec<PageRef> {
+        let path = &path[..path.len().min(max)];
+        let found = prefixes(path).find(|prefix| self.entries.contains_key(prefix));
+        let found = found.unwrap_or_default();
+        self.used(&found);
+        (1..=found.len()).map(|end| self.entries[&found[..end]].block).collect()
+    }
+
+    fn drop_boundary(&mut self, path: &[u8]) -> bool {
+        let gone = !self.boundary_pinned(path)
+            && self.entries.get_mut(path).is_some_and(|entry| entry.boundary.take().is_some());
+        self.prune(&[]);
+        gone
+    }
+
     /// Removes leaves that cannot be hit, `keep` and what is before it excepted.
     fn prune(&mut self, keep: &[u8]) {
+        if self.keep_blocks {
+            return;
+        }
         let useless = |oracle: &Self| {
             oracle.entries.iter().find_map(|(path, entry)| {
                 let kept = keep.starts_with(path) || oracle.pinned(path);
@@ -108,20 +129,24 @@ impl Oracle {
         true
     }
 
-    fn insert(&mut self, path: &[u8], blocks: &[PageRef], boundary: &Boundary) -> bool {
+    fn insert(&mut self, path: &[u8], blocks: &[PageRef], boundary: Option<&Boundary>) -> bool {
+        if boundary.is_none() && !self.keep_blocks {
+            return false;
+        }
         let has_boundary = self.entries.get(path).is_some_and(|entry| entry.boundary.is_some());
         let known = prefixes(path).find(|prefix| self.entries.contains_key(prefix));
         let known = known.unwrap_or_default();
+        let takes = boundary.is_some() && !has_boundary;
         let kept = |path: &Path| self.pinned(path) || known.starts_with(path);
         let pinned = self.entries.keys().filter(|path| kept(path)).count();
         let held = self.entries.keys().filter(|path| self.boundary_pinned(path)).count();
-        if pinned + path.len() - known.len() > BLOCKS || !has_boundary && held >= BOUNDARIES {
+        if pinned + path.len() - known.len() > BLOCKS || takes && held >= BOUNDARIES {
             return false;
         }
         while self.entries.len() + path.len() - known.len() > BLOCKS {
             assert!(self.evict_block(&known));
         }
-        while !has_boundary && self.boundaries() >= BOUNDARIES {
+        while takes && self.boundaries() >= BOUNDARIES {
             assert!(self.evict_boundary(&known));
         }
         for (end, &block) in (1..=path.len()).zip(blocks) {
@@ -129,7 +154,7 @@ impl Oracle {
             self.entries.entry(path[..end].to_vec()).or_insert(entry);
         }
         let end = self.entries.get_mut(path).unwrap();
-        end.boundary.get_or_insert_with(|| boundary.clone());
+        end.boundary = end.boundary.take().or_else(|| boundary.cloned());
         self.used(path);
         true
     }
@@ -138,7 +163,10 @@ impl Oracle {
 #[derive(Clone, Debug)]
 enum Act {
     Lookup(Path, usize),
+    LookupBlocks(Path, usize),
     Insert(Path),
+    InsertBlocks(Path),
+    DropBoundary(Path),
     Pin(u64, Path),
     Unpin(u64),
     EvictBlocks(usize),
@@ -149,7 +177,10 @@ fn act() -> impl Strategy<Value = Act> {
     let path = || prop::collection::vec(0_u8..2, 1..6);
     prop_oneof![
         4 => (path(), 0_usize..6).prop_map(|(path, max)| Act::Lookup(path, max)),
+        2 => (path(), 0_usize..6).prop_map(|(path, max)| Act::LookupBlocks(path, max)),
         6 => path().prop_map(Act::Insert),
+        2 => path().prop_map(Act::InsertBlocks),
+        1 => path().prop_map(Act::DropBoundary),
         4 => (0_u64..5, path()).prop_map(|(lease, path)| Act::Pin(lease, path)),
         2 => (0_u64..5).prop_map(Act::Unpin),
         1 => (0_usize..3).prop_map(Act::EvictBlocks),
@@ -169,10 +200,20 @@ fn step(tree: &mut PrefixTree, oracle: &mut Oracle, fresh: &mut Fresh, act: &Act
         Act::Lookup(path, max) => {
             lookup(tree, oracle, path, *max);
         }
-        Act::Insert(path) => {
+        Act::LookupBlocks(path, max) => {
+            let expected = oracle.lookup_blocks(path, *max);
+            assert_eq!(tree.lookup_blocks(&chain(path), *max), expected);
+        }
+        Act::DropBoundary(path) => {
+            let hash = chain(path)[path.len() - 1];
+            let had = oracle.entries.get(path).is_some_and(|entry| entry.boundary.is_some());
+            assert_eq!(tree.has_boundary(&hash), had);
+            assert_eq!(tree.drop_boundary(&hash), oracle.drop_boundary(path));
+        }
+        Act::Insert(path) | Act::InsertBlocks(path) => {
             let blocks = fresh.blocks(path.len());
-            let boundary = fresh.boundary();
-            let taken = oracle.insert(path, &blocks, &boundary);
+            let boundary = matches!(act, Act::Insert(_)).then(|| fresh.boundary());
+            let taken = oracle.insert(path, &blocks, boundary.as_ref());
             let result = tree.insert(&chain(path), &blocks, boundary);
             assert_eq!(result.is_ok(), taken, "{result:?}");
         }
@@ -217,7 +258,8 @@ fn compare(tree: &PrefixTree, oracle: &Oracle) {
     assert_eq!(held, expected);
     for path in oracle.entries.keys() {
         let leaf = oracle.is_leaf(path);
-        assert!(!leaf || oracle.entries[path].boundary.is_some(), "a leaf that cannot be hit");
+        let useful = oracle.entries[path].boundary.is_some() || oracle.keep_blocks;
+        assert!(!leaf || useful, "a leaf that cannot be hit");
     }
 }
 
@@ -230,9 +272,13 @@ proptest! {
     #![proptest_config(config())]
 
     #[test]
-    fn tree_agrees_with_the_flat_oracle(acts in prop::collection::vec(act(), 1..120)) {
-        let mut tree = tree(BLOCKS, BOUNDARIES, LEASES);
-        let mut oracle = Oracle::default();
+    fn tree_agrees_with_the_flat_oracle(
+        acts in prop::collection::vec(act(), 1..120),
+        keep_blocks: bool,
+    ) {
+        let make = if keep_blocks { keeper } else { tree };
+        let mut tree = make(BLOCKS, BOUNDARIES, LEASES);
+        let mut oracle = Oracle { keep_blocks, ..Oracle::default() };
         let mut fresh = Fresh::default();
         let mut books = Books::default();
         for act in &acts {

@@ -6,7 +6,7 @@ use dsv4_model::sample::{Sampled, SamplingParams};
 use wincode::{SchemaRead, SchemaWrite};
 
 /// Version of both payloads.
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 /// Most tokens of a prompt on the wire; the peer's context length is checked beside it.
 const MAX_TOKENS: usize = 2 << 20;
 
@@ -126,6 +126,7 @@ impl PrefillRequest {
 struct FirstWire {
     version: u16,
     tokens: u32,
+    cached: u32,
     token: u32,
     logprob: f32,
     top: Vec<(u32, f32)>,
@@ -134,8 +135,10 @@ struct FirstWire {
 /// What a prefill worker found at the end of a prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FirstToken {
-    /// Prompt tokens that were computed.
+    /// Prompt tokens whose rows were handed over.
     pub tokens: u32,
+    /// Of these, tokens that the prefill worker had not to compute.
+    pub cached: u32,
     /// The first generated token.
     pub sampled: Sampled,
 }
@@ -147,6 +150,7 @@ impl FirstToken {
         let wire = FirstWire {
             version: VERSION,
             tokens: self.tokens,
+            cached: self.cached,
             token: self.sampled.token,
             logprob: self.sampled.logprob,
             top: self.sampled.top.clone(),
@@ -164,8 +168,11 @@ impl FirstToken {
         if wire.token as usize >= vocab {
             return Err(PayloadError::Range { what, field: "token id" });
         }
+        if wire.cached >= wire.tokens {
+            return Err(PayloadError::Range { what, field: "cached tokens" });
+        }
         let sampled = Sampled { token: wire.token, logprob: wire.logprob, top: wire.top };
-        Ok(Self { tokens: wire.tokens, sampled })
+        Ok(Self { tokens: wire.tokens, cached: wire.cached, sampled })
     }
 }
 

@@ -176,6 +176,22 @@ impl Pools {
         Ok(())
     }
 
+    /// Copies all bytes of a page to another of the same pool.
+    pub fn copy_page(&self, from: PageRef, to: PageRef) -> Result<(), PoolError> {
+        let (kind, count) = (to.pool, self.count(to.pool));
+        self.pages(kind).check(from)?;
+        self.pages(kind).check(to)?;
+        let mem = self.mem(kind);
+        let mut bytes = Vec::new();
+        for (number, section) in self.geometry.sections(kind).iter().enumerate() {
+            let at = |index| self.geometry.page_offset(kind, number, count, index);
+            bytes.resize(section.page_bytes as usize, 0);
+            mem.read(at(from.index), &mut bytes)?;
+            mem.write(at(to.index), &bytes)?;
+        }
+        Ok(())
+    }
+
     /// Ends writing to a page.
     pub fn seal(&mut self, page: PageRef) -> Result<(), PoolError> {
         Ok(self.slabs[slot(page.pool)].pages.seal(page)?)

@@ -94,8 +94,14 @@ pub(super) async fn stats(State(state): State<Arc<AppState>>) -> Json<Value> {
 }
 
 fn worker_json(worker: &WorkerView) -> Value {
-    let pools = worker.pools.iter().map(|(name, used, total, quarantined)| {
-        json!({"name": name, "used": used, "total": total, "quarantined": quarantined})
+    let pools = worker.pools.iter().map(|pool| {
+        json!({
+            "name": pool.name,
+            "used": pool.used,
+            "cached": pool.cached,
+            "quarantined": pool.quarantined,
+            "total": pool.total,
+        })
     });
     let peers = worker.peers.iter().map(|(address, state, transport)| {
         json!({"address": address, "state": state, "transport": transport})

@@ -38,10 +38,16 @@ pub(super) struct Shape {
     pub(super) running: u32,
     /// Tokens of a sequence.
     pub(super) context_length: u32,
+    /// Whether prefixes are kept for later prompts.
+    pub(super) keeps_prefixes: bool,
 }
 
+/// Pages that one place needs at which a later prompt can go on: window pages, carry pages.
+const BOUNDARY_PAGES: (u32, u32) = (WINDOW_TOKENS.div_ceil(WINDOW_PAGE_ROWS), 1);
+
 /// Divides `bytes`: window and carry pages for every running sequence (windows at most half of
-/// the memory), blocks with the rest. There is room for one sequence of full length at least.
+/// the memory), the same for the ends of kept prefixes (at most an eighth, and half of what could
+/// be spared), blocks with the rest. There is room for one sequence of full length at least.
 pub(super) fn divide(
     geometry: &Geometry,
     bytes: u64,
@@ -56,23 +62,30 @@ pub(super) fn divide(
     let window = wanted.min(half.max(floor));
     let fixed = window * per(PoolKind::Window) + u64::from(carry) * per(PoolKind::Carry);
     // A model without compressed layers needs no bytes for blocks, only their numbers.
-    let blocks = if geometry.bytes_per_index(PoolKind::Block) == 0 {
-        1 << 20
-    } else {
-        bytes.saturating_sub(fixed) / per(PoolKind::Block)
+    let blocks = |fixed: u64| match geometry.bytes_per_index(PoolKind::Block) {
+        0 => 1 << 20,
+        each => bytes.saturating_sub(fixed) / each,
     };
     let least = u64::from(shape.context_length.div_ceil(BLOCK_TOKENS) + SPARE);
-    if blocks < least {
-        let needed = (fixed + least * per(PoolKind::Block)).div_ceil(MIB);
+    let needed = fixed + least * per(PoolKind::Block);
+    if blocks(fixed) < least {
         return Err(ConfigError::Memory {
             mib: bytes / MIB,
             context: shape.context_length,
-            needed,
+            needed: needed.div_ceil(MIB),
         });
     }
+    let boundary = u64::from(BOUNDARY_PAGES.0) * per(PoolKind::Window)
+        + u64::from(BOUNDARY_PAGES.1) * per(PoolKind::Carry);
+    let spared = bytes.saturating_sub(needed) / 2;
+    let boundaries = if shape.keeps_prefixes { (bytes / 8).min(spared) / boundary } else { 0 };
+    let boundaries = u32::try_from(boundaries).unwrap_or(u32::MAX).min(1 << 20);
+    let blocks = blocks(fixed + u64::from(boundaries) * boundary);
     Ok(PageCounts {
         block: u32::try_from(blocks).unwrap_or(u32::MAX).min(1 << 24),
-        window: u32::try_from(window).unwrap_or(u32::MAX),
-        carry,
+        window: u32::try_from(window)
+            .unwrap_or(u32::MAX)
+            .saturating_add(BOUNDARY_PAGES.0 * boundaries),
+        carry: carry + BOUNDARY_PAGES.1 * boundaries,
     })
 }

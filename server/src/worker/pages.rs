@@ -30,11 +30,11 @@ impl Worker {
         let Some(table) = seq.table.as_mut() else { return Ok(()) };
         let end = computed + tokens;
         let blocks = table.blocks_needed(end);
-        for page in self.pools.take(PoolKind::Block, blocks, owner)? {
+        for page in self.prefixes.take(&mut self.pools, PoolKind::Block, blocks, owner)? {
             table.push_block(page);
         }
         let windows = table.window_pages_needed(computed, tokens);
-        for page in self.pools.take(PoolKind::Window, windows, owner)? {
+        for page in self.prefixes.take(&mut self.pools, PoolKind::Window, windows, owner)? {
             table.push_window(page);
         }
         Ok(())

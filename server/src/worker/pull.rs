@@ -89,8 +89,8 @@ impl Worker {
         let chosen = self.peers.iter().min_by_key(|(key, peer)| (peer.pending, **key));
         let Some((key, _)) = chosen else { return false };
         let key @ (driver, peer) = *key;
-        let table = match self.reserve_targets(id) {
-            Ok(Some(table)) => table,
+        let (table, have) = match self.reserve_targets(id) {
+            Ok(Some(reserved)) => reserved,
             Ok(None) => return false,
             Err(error) => {
                 let text = error.to_string();
@@ -102,7 +102,7 @@ impl Worker {
             return false;
         };
         let n = seq.tokens.len() as u32;
-        let plan = handoff_plan(self.pools.geometry(), n, 0);
+        let plan = handoff_plan(self.pools.geometry(), n, have);
         let landing = match targets(&self.pools, &table, &plan) {
             Ok(landing) => landing,
             Err(error) => panic!("plan the hand-off of sequence {id}: {error}"),
@@ -123,11 +123,12 @@ impl Worker {
             attempt,
             peer,
             request: request.encode(),
-            have: 0,
+            have,
             plan_hash: plan_hash(&plan),
             plan: landing,
         };
         seq.table = Some(table);
+        seq.blocks_sealed = have;
         seq.context = Some(context);
         seq.peer = Some(key);
         seq.state = State::Pulling { attempt };
@@ -140,26 +141,33 @@ impl Worker {
         true
     }
 
-    /// Pages for a whole prompt: its blocks, its last window rows, its carry.
-    fn reserve_targets(&mut self, id: SeqId) -> Result<Option<PageTable>, PoolError> {
+    /// Pages for a whole prompt: its blocks, its last window rows, its carry; and how many of the
+    /// blocks are here already.
+    fn reserve_targets(&mut self, id: SeqId) -> Result<Option<(PageTable, u32)>, PoolError> {
         let Some(seq) = self.sequences.get(&id) else { return Ok(None) };
         let (owner, n) = (seq.owner, seq.tokens.len() as u32);
-        let carry = self.pools.take(PoolKind::Carry, 1, owner)?;
+        let carry = self.prefixes.take(&mut self.pools, PoolKind::Carry, 1, owner)?;
         let window_first = window_start(n) / WINDOW_PAGE_ROWS;
         let mut table = PageTable::new(carry[0]);
         table.start_window(window_first);
         let mut fill = || {
-            for page in self.pools.take(PoolKind::Block, n.div_ceil(BLOCK_TOKENS), owner)? {
+            let known = self.reuse_blocks(id)?;
+            let have = known.len() as u32;
+            for page in known {
+                table.push_block(page);
+            }
+            let (blocks, pools) = (n.div_ceil(BLOCK_TOKENS) - have, &mut self.pools);
+            for page in self.prefixes.take(pools, PoolKind::Block, blocks, owner)? {
                 table.push_block(page);
             }
             let windows = n.div_ceil(WINDOW_PAGE_ROWS) - window_first;
-            for page in self.pools.take(PoolKind::Window, windows, owner)? {
+            for page in self.prefixes.take(pools, PoolKind::Window, windows, owner)? {
                 table.push_window(page);
             }
-            Ok(())
+            Ok(have)
         };
         match fill() {
-            Ok(()) => Ok(Some(table)),
+            Ok(have) => Ok(Some((table, have))),
             Err(error) => {
                 self.pools.free_table(&table, owner)?;
                 Err(error)
@@ -204,7 +212,7 @@ impl Worker {
             return Ok(Vec::new());
         };
         let Some(old) = page_of(table, entry) else { return Ok(Vec::new()) };
-        let fresh = self.pools.take(entry.pool, 1, seq.owner)?[0];
+        let fresh = self.prefixes.take(&mut self.pools, entry.pool, 1, seq.owner)?[0];
         match entry.pool {
             PoolKind::Block => table.replace_block(entry.page_no, fresh),
             PoolKind::Window => table.replace_window(entry.page_no, fresh),
@@ -247,9 +255,10 @@ impl Worker {
             }
         };
         seq.computed = first.tokens;
+        seq.cached = first.cached;
         seq.windows_sealed = seq.table.as_ref().map_or(0, PageTable::window_first_no);
-        if let Err(error) = self.settle(id) {
-            panic!("seal the pages of sequence {id}: {error}");
+        if let Err(error) = self.settle(id).and_then(|()| self.keep_blocks(id)) {
+            panic!("seal and keep the pages of sequence {id}: {error}");
         }
         self.numbers.handoffs += 1;
         self.deliver(id, first.sampled);

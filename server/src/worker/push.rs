@@ -75,6 +75,10 @@ impl Worker {
             let text = format!("the prompt has {tokens} tokens, this prefill worker takes {limit}");
             return Err((code::BAD_REQUEST, text));
         }
+        if have as usize > tokens / BLOCK_TOKENS as usize {
+            let text = format!("{have} blocks of a prompt of {tokens} tokens are there already");
+            return Err((code::BAD_REQUEST, text));
+        }
         let need = pages::need(&self.config, tokens, 0);
         if !self.scheduler.could_fit(need) {
             let text = format!("a prompt of {tokens} tokens never fits this worker's pages");
@@ -105,6 +109,10 @@ impl Worker {
             sampling: request.sampling,
             max_tokens: 1,
             stop_tokens: Vec::new(),
+            cached: 0,
+            leg_end: 0,
+            chain: Vec::new(),
+            output_boundary: None,
             blocks_sealed: 0,
             windows_sealed: 0,
             context: Some(context),
@@ -159,7 +167,7 @@ impl Worker {
         }
         let Some(seq) = self.sequences.get(&id) else { return };
         let Origin::Peer { attempt, plan, offered, .. } = &seq.origin else { return };
-        let first = FirstToken { tokens: seq.prompt_len as u32, sampled };
+        let first = FirstToken { tokens: seq.prompt_len as u32, cached: seq.cached, sampled };
         let record = FinalRecord::new(plan_hash(plan), offered, first.encode());
         let attempt = *attempt;
         self.command(attempt, |driver| driver.finish(attempt, record));

@@ -5,7 +5,7 @@ use crate::engine::{Event, FailureKind, FinishReason, GenerateRequest, Usage};
 use crate::glue::handoff::TagBinding;
 use crate::scheduler::SeqId;
 use dsv4_model::sample::{Sampled, SamplingParams};
-use kv_pool::{Owner, PageRef, PageTable, PlanEntry};
+use kv_pool::{ChainHash, Owner, PageRef, PageTable, PlanEntry};
 use pd_transfer::wire::{AttemptId, Item};
 use std::sync::Arc;
 use tokio::sync::mpsc::UnboundedSender;
@@ -69,6 +69,14 @@ pub(super) struct Sequence {
     pub(super) sampling: SamplingParams,
     pub(super) max_tokens: u32,
     pub(super) stop_tokens: Vec<u32>,
+    /// Prompt tokens that a cache had, here or at the peer that computed the prompt.
+    pub(super) cached: u32,
+    /// Tokens after which the prompt's computation stops next.
+    pub(super) leg_end: u32,
+    /// Hashes of the full blocks, as far as they were needed.
+    pub(super) chain: Vec<ChainHash>,
+    /// The last place in the output from which the prefix tree can go on.
+    pub(super) output_boundary: Option<ChainHash>,
     pub(super) blocks_sealed: u32,
     pub(super) windows_sealed: u32,
     pub(super) context: Option<Arc<TagBinding>>,
@@ -95,6 +103,10 @@ impl Sequence {
             sampling: request.sampling,
             max_tokens: request.max_tokens,
             stop_tokens: request.stop_tokens,
+            cached: 0,
+            leg_end: 0,
+            chain: Vec::new(),
+            output_boundary: None,
             blocks_sealed: 0,
             windows_sealed: 0,
             context: None,
@@ -130,8 +142,8 @@ impl Sequence {
     }
 
     fn finish(&self, reason: FinishReason, completion_tokens: u32) -> Commit {
-        let usage =
-            Usage { prompt_tokens: self.prompt_len as u32, completion_tokens, cached_tokens: 0 };
+        let (prompt_tokens, cached_tokens) = (self.prompt_len as u32, self.cached);
+        let usage = Usage { prompt_tokens, completion_tokens, cached_tokens };
         if let Origin::Client { events } = &self.origin {
             let _ = events.send(Event::Finished { reason, usage });
         }

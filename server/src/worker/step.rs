@@ -83,9 +83,10 @@ impl Worker {
             self.numbers.prefill_tokens += u64::from(share.tokens);
         }
         let is_peer = matches!(seq.origin, Origin::Peer { .. });
-        if let Err(error) = self.settle(id) {
-            panic!("seal and recycle the pages of sequence {id}: {error}");
+        if let Err(error) = self.settle(id).and_then(|()| self.keep_boundary(id)) {
+            panic!("seal, keep and recycle the pages of sequence {id}: {error}");
         }
+        self.go_on(id);
         let sampled = row.map(|row| self.draw(id, row));
         match sampled {
             Some(Err(message)) => self.end_failed(id, FailureKind::Internal, &message),
@@ -93,6 +94,16 @@ impl Worker {
             Some(Ok(sampled)) => self.deliver(id, sampled),
             None if is_peer => self.offer_blocks(id),
             None => {}
+        }
+    }
+
+    /// Starts the next leg of a prompt that has come to its stop.
+    fn go_on(&mut self, id: SeqId) {
+        let Some(seq) = self.sequences.get_mut(&id) else { return };
+        let end = seq.tokens.len() as u32;
+        if seq.state == State::Prefilling && seq.computed == seq.leg_end && seq.computed < end {
+            seq.leg_end = self.prefixes.stop(seq.computed, end);
+            self.scheduler.start_prefill(id, seq.leg_end - seq.computed);
         }
     }
 

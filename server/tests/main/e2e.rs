@@ -14,6 +14,8 @@ mod damage;
 mod found;
 #[path = "e2e/openai_client.rs"]
 mod openai_client;
+#[path = "e2e/prefix.rs"]
+mod prefix;
 #[path = "e2e/processes.rs"]
 mod processes;
 #[path = "e2e/prompts.rs"]
@@ -28,3 +30,5 @@ mod sessions;
 mod tamper;
 #[path = "e2e/turns.rs"]
 mod turns;
+#[path = "e2e/workers.rs"]
+mod workers;

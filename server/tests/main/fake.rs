@@ -5,7 +5,7 @@ use dsv4_model::sample::Sampled;
 use dsv4_model::text::Tokenizer;
 use dsv4_server::engine::{
     CancelOnDrop, Engine, EngineInfo, Event, FinishReason, GenerateRequest, Generation, Health,
-    Metric, MetricKind, Stats, SubmitError, Usage, WorkerView,
+    Metric, MetricKind, PoolView, Stats, SubmitError, Usage, WorkerView,
 };
 use dsv4_server::http::{HttpConfig, router, serve};
 use std::collections::VecDeque;
@@ -90,7 +90,13 @@ impl Engine for FakeEngine {
             role: "decode".to_owned(),
             queued: 1,
             running: 2,
-            pools: vec![("block".to_owned(), 3, 8, 1)],
+            pools: vec![PoolView {
+                name: "block".to_owned(),
+                used: 3,
+                cached: 2,
+                quarantined: 1,
+                total: 8,
+            }],
             peers: vec![("127.0.0.1:8998".to_owned(), "ready".to_owned(), "shm".to_owned())],
         };
         Stats { metrics: vec![metric], workers: vec![worker] }

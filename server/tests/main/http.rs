@@ -782,7 +782,7 @@ async fn models_health_metrics_and_page() {
     assert_eq!(worker["role"], "decode");
     assert_eq!(
         worker["pools"][0],
-        json!({"name": "block", "used": 3, "total": 8, "quarantined": 1})
+        json!({"name": "block", "used": 3, "cached": 2, "quarantined": 1, "total": 8})
     );
     assert_eq!(worker["peers"][0]["transport"], "shm");
     assert_eq!(stats["metrics"][0]["value"], 7.0);

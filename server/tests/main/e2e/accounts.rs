@@ -2,7 +2,7 @@
 
 use super::client::{Metrics, eventually};
 
-/// Waits until nothing runs or waits and no page has an owner.
+/// Waits until nothing runs or waits and no page has an owner but the prefix tree.
 pub(crate) async fn assert_all_given_back(urls: &[&str]) {
     for url in urls {
         eventually(&format!("{url} gives all pages back"), async || {
@@ -11,10 +11,13 @@ pub(crate) async fn assert_all_given_back(urls: &[&str]) {
             let busy = metrics.sum("sglang:num_running_reqs", &[])
                 + metrics.sum("sglang:num_queue_reqs", &[])
                 + metrics.sum("dsv4:prompts_lent", &[]);
-            let held = pages("state=\"used\"")
-                + pages("state=\"quarantined\"")
-                + pages("state=\"draining\"");
-            (busy + held == 0.0).then_some(())
+            let astray = pages("state=\"quarantined\"") + pages("state=\"draining\"");
+            let leaked = ["block", "window", "carry"].iter().any(|pool| {
+                let pages =
+                    |state| metrics.sum("dsv4:pages", &[state, &format!("pool=\"{pool}\"")]);
+                pages("state=\"used\"") != pages("state=\"cached\"")
+            });
+            (busy + astray == 0.0 && !leaked).then_some(())
         })
         .await;
     }

@@ -214,9 +214,11 @@ fn port_of(address: &str) -> &str {
 impl Server {
     /// Starts a worker on free ports, with these flags beside.
     pub(crate) fn worker(mode: &str, flags: &str) -> Self {
-        let mut args = words("--port 0 --kv-memory-mib 192");
-        if !flags.contains("--context-length") {
-            args.extend(words("--context-length 16384"));
+        let mut args = words("--port 0");
+        for default in ["--kv-memory-mib 192", "--context-length 16384"] {
+            if !default.split(' ').take(1).any(|flag| flags.contains(flag)) {
+                args.extend(words(default));
+            }
         }
         args.extend(words(&format!("--disaggregation-mode {mode} {flags}")));
         args.extend(["--model-path".to_owned(), MODEL.to_owned()]);

@@ -3,24 +3,23 @@
 use super::cluster::{MODEL, PATIENCE, note};
 use super::prompts::prompt;
 use super::tamper::{DAMAGES, Damage, Tamper, Target, Victim};
-use clap::Parser as _;
+use super::workers::{Answer, Workers};
 use dsv4_model::config::ModelConfig;
-use dsv4_model::sample::SamplingParams;
-use dsv4_server::config::Cli;
-use dsv4_server::engine::{Engine as _, Event, FailureKind, GenerateRequest, Health};
-use dsv4_server::node::{Node, NodeOptions};
+use dsv4_server::engine::FailureKind;
+use dsv4_server::node::NodeOptions;
 use kv_pool::{CacheKind, Geometry, IndexKeyType, Numerics};
 use pd_transfer::driver::Verifier;
 use pd_transfer::receiver::Verify;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
-use tokio::time::timeout;
 
 /// A full block, a part-filled one with rows of every cache, a part-filled window page, and open
 /// windows of both compressors (507 = 3 mod 4 = 123 mod 128) that the output completes.
 const LENGTH: usize = 507;
 const OUTPUT: u32 = 8;
+/// Prompts are computed in one step, and nothing is kept, so that every page travels.
+const WHOLE: &str = "--chunked-prefill-size 2048 --disable-radix-cache";
 /// More often than the hand-off retries.
 const ALWAYS: u32 = u32::MAX;
 
@@ -42,78 +41,8 @@ fn victims() -> Vec<Victim> {
     ]
 }
 
-/// Tokens with the bits of their log probabilities.
-type Answer = Vec<(u32, u32)>;
-
-/// A process's workers without HTTP.
-struct Workers(Option<Node>);
-
-impl Workers {
-    fn start(mode: &str, options: &NodeOptions) -> Self {
-        let flags = "--kv-memory-mib 192 --context-length 4096 --chunked-prefill-size 2048";
-        let args = ["server", "--disaggregation-mode", mode, "--model-path", MODEL];
-        let cli =
-            Cli::try_parse_from(args.into_iter().chain(flags.split(' '))).expect("good flags");
-        Self(Some(Node::start_with(&cli.serve, options).expect("the workers start")))
-    }
-
-    fn node(&self) -> &Node {
-        self.0.as_ref().expect("taken on drop only")
-    }
-
-    async fn ready(&self) {
-        let deadline = Instant::now() + PATIENCE;
-        while self.node().engine().health() != Health::Ready {
-            assert!(Instant::now() < deadline, "{:?}", self.node().engine().health());
-            tokio::task::yield_now().await;
-        }
-    }
-
-    async fn answer(&self, prompt: Vec<u32>) -> Result<Answer, FailureKind> {
-        let sampling = SamplingParams { want_logprob: true, ..SamplingParams::greedy() };
-        let request = GenerateRequest {
-            id: "damage".to_owned(),
-            prompt,
-            max_tokens: OUTPUT,
-            stop_tokens: Vec::new(),
-            sampling,
-        };
-        let mut generation = self.node().engine().submit(request).expect("it is accepted");
-        let mut answer = Vec::new();
-        loop {
-            let event =
-                timeout(PATIENCE, generation.events.recv()).await.expect("no request hangs");
-            match event.expect("a stream of events has an end") {
-                Event::Token(one) => answer.push((one.token, one.logprob.to_bits())),
-                Event::Finished { .. } => return Ok(answer),
-                Event::Failed { kind, .. } => return Err(kind),
-            }
-        }
-    }
-
-    fn metric(&self, name: &str) -> u64 {
-        let is_it = |metric: &&dsv4_server::engine::Metric| {
-            metric.name == name && metric.labels.iter().any(|(_, value)| value == "decode")
-        };
-        let stats = self.node().engine().stats();
-        stats.metrics.iter().find(is_it).unwrap_or_else(|| panic!("a metric {name}")).value as u64
-    }
-
-    /// Pages of each pool.
-    fn pages(&self) -> [u32; 3] {
-        let stats = self.node().engine().stats();
-        let pools = &stats.workers[0].pools;
-        ["block", "window", "carry"].map(|name| {
-            let pool = pools.iter().find(|(found, ..)| found == name).expect("a pool of each kind");
-            u32::try_from(pool.2).expect("few pages")
-        })
-    }
-}
-
-impl Drop for Workers {
-    fn drop(&mut self) {
-        self.0.take().expect("taken on drop only").shutdown();
-    }
+async fn answer(workers: &Workers, prompt: Vec<u32>) -> Result<Answer, FailureKind> {
+    workers.answer(prompt, OUTPUT).await.map(|(answer, _)| answer)
 }
 
 fn prompts() -> [Vec<u32>; 2] {
@@ -123,9 +52,9 @@ fn prompts() -> [Vec<u32>; 2] {
 }
 
 async fn right_answers() -> [Answer; 2] {
-    let unified = Workers::start("null", &NodeOptions::default());
+    let unified = Workers::start("null", WHOLE, &NodeOptions::default());
     let [first, second] = prompts();
-    let answers = [unified.answer(first).await, unified.answer(second).await];
+    let answers = [answer(&unified, first).await, answer(&unified, second).await];
     answers.map(|answer| answer.expect("an undisturbed worker answers"))
 }
 
@@ -135,11 +64,11 @@ fn tamper() -> Tamper {
     Tamper::new(geometry.expect("a layout of the mini model"))
 }
 
-async fn disturbed(tamper: &Tamper, options: NodeOptions) -> Workers {
+async fn disturbed(tamper: &Tamper, flags: &str, options: NodeOptions) -> Workers {
     let wrapped = tamper.clone();
     let wrap = move |inner| wrapped.wrap(inner);
-    let workers =
-        Workers::start("both", &NodeOptions { wrap_transport: Some(Box::new(wrap)), ..options });
+    let options = NodeOptions { wrap_transport: Some(Box::new(wrap)), ..options };
+    let workers = Workers::start("both", flags, &options);
     workers.ready().await;
     tamper.set_pages(workers.pages());
     workers
@@ -150,10 +79,10 @@ async fn disturbed(tamper: &Tamper, options: NodeOptions) -> Workers {
 async fn ask(workers: &Workers, both: bool) -> Vec<Result<Answer, FailureKind>> {
     let [first, second] = prompts();
     if both {
-        let (first, second) = tokio::join!(workers.answer(first), workers.answer(second));
+        let (first, second) = tokio::join!(answer(workers, first), answer(workers, second));
         return vec![first, second];
     }
-    vec![workers.answer(first).await]
+    vec![answer(workers, first).await]
 }
 
 #[track_caller]
@@ -169,37 +98,40 @@ fn assert_right_or_error(what: &str, right: &[Answer; 2], found: Vec<Result<Answ
 async fn page_damaged_once_is_pulled_again_and_the_answer_is_right() {
     let right = right_answers().await;
     let tamper = tamper();
-    let workers = disturbed(&tamper, NodeOptions::default()).await;
+    let workers = disturbed(&tamper, WHOLE, NodeOptions::default()).await;
     for victim in victims() {
         for damage in DAMAGES {
             let before = ["mismatches", "group_retries"]
-                .map(|name| workers.metric(&format!("dsv4:transfer_{name}_total")));
+                .map(|name| workers.metric(&format!("dsv4:transfer_{name}_total"), "decode"));
             tamper.aim(Target::Pages { victim, damage, times: 1 });
             let what = format!("{damage:?} of {victim:?}");
             let found = ask(&workers, damage == Damage::Replay).await;
             assert!(tamper.done() > 0, "{what} never happened");
             let after = ["mismatches", "group_retries"]
-                .map(|name| workers.metric(&format!("dsv4:transfer_{name}_total")));
+                .map(|name| workers.metric(&format!("dsv4:transfer_{name}_total"), "decode"));
             assert!(after[0] > before[0], "{what} was not noticed");
             assert!(after[1] > before[1], "{what} was not retried");
             assert_right_or_error(&what, &right, found);
         }
     }
-    assert!(workers.metric("dsv4:handoffs_total") > 0, "retries lead to verified prompts");
+    assert!(
+        workers.metric("dsv4:handoffs_total", "decode") > 0,
+        "retries lead to verified prompts"
+    );
 }
 
 #[tokio::test]
 async fn page_damaged_again_and_again_leads_to_a_prompt_computed_here() {
     let right = right_answers().await;
     let tamper = tamper();
-    let workers = disturbed(&tamper, NodeOptions::default()).await;
+    let workers = disturbed(&tamper, WHOLE, NodeOptions::default()).await;
     for (n, victim) in victims().into_iter().enumerate() {
         let damage = DAMAGES[n % 3]; // a replayed page is never the first of its kind
-        let recomputed = workers.metric("dsv4:prompts_recomputed_total");
+        let recomputed = workers.metric("dsv4:prompts_recomputed_total", "decode");
         tamper.aim(Target::Pages { victim, damage, times: ALWAYS });
         let what = format!("{damage:?} of {victim:?}");
         assert_right_or_error(&what, &right, ask(&workers, false).await);
-        let grown = workers.metric("dsv4:prompts_recomputed_total") - recomputed;
+        let grown = workers.metric("dsv4:prompts_recomputed_total", "decode") - recomputed;
         assert_eq!(grown, 1, "{what}: prompts computed by the decode worker");
     }
 }
@@ -208,7 +140,7 @@ async fn page_damaged_again_and_again_leads_to_a_prompt_computed_here() {
 async fn damaged_record_or_offer_is_never_believed() {
     let right = right_answers().await;
     let tamper = tamper();
-    let workers = disturbed(&tamper, NodeOptions::default()).await;
+    let workers = disturbed(&tamper, WHOLE, NodeOptions::default()).await;
     let mut targets = vec![Target::FirstToken, Target::Tags];
     for name in ["Final", "Ready"] {
         targets.extend(DAMAGES.map(|damage| Target::Message { name, damage }));
@@ -223,9 +155,9 @@ async fn damaged_record_or_offer_is_never_believed() {
     }
     // The links recover from it all.
     tamper.aim(Target::Nothing);
-    let before = workers.metric("dsv4:handoffs_total");
+    let before = workers.metric("dsv4:handoffs_total", "decode");
     let deadline = Instant::now() + PATIENCE;
-    while workers.metric("dsv4:handoffs_total") == before {
+    while workers.metric("dsv4:handoffs_total", "decode") == before {
         assert_right_or_error("afterwards", &right, ask(&workers, false).await);
         assert!(Instant::now() < deadline, "prompts are not handed over any more");
     }
@@ -250,7 +182,7 @@ async fn without_the_check_damaged_pages_change_answers() {
         wrap_verifier: Some(Box::new(|_| Arc::new(Believer))),
         ..NodeOptions::default()
     };
-    let workers = disturbed(&tamper, options).await;
+    let workers = disturbed(&tamper, WHOLE, options).await;
     let mut harmless = Vec::new();
     for victim in victims() {
         let mut changed = 0;
@@ -265,6 +197,28 @@ async fn without_the_check_damaged_pages_change_answers() {
             harmless.push(victim);
         }
     }
-    assert_eq!(workers.metric("dsv4:prompts_recomputed_total"), 0);
+    assert_eq!(workers.metric("dsv4:prompts_recomputed_total", "decode"), 0);
     assert!(harmless.is_empty(), "damage without effect: {harmless:?}");
+}
+
+/// What was pulled twice because it came damaged is kept for later prompts as it was meant.
+#[tokio::test]
+async fn damaged_blocks_are_not_kept_for_later_prompts() {
+    let right = right_answers().await;
+    let tamper = tamper();
+    for (times, recomputed) in [(1, 0), (ALWAYS, 1)] {
+        let workers = disturbed(&tamper, "", NodeOptions::default()).await;
+        let kinds = [CacheKind::C4Kv, CacheKind::C4Index, CacheKind::C128Kv];
+        let victim = Victim { kind: kinds[times as usize % 3], tail: false };
+        tamper.aim(Target::Pages { victim, damage: Damage::Swap, times });
+        let found = ask(&workers, false).await;
+        assert!(tamper.done() > 0, "{victim:?} was never damaged");
+        assert_right_or_error("damaged", &right, found);
+        assert_eq!(workers.metric("dsv4:prompts_recomputed_total", "decode"), recomputed);
+        tamper.aim(Target::Nothing);
+        let kept = workers.metric("dsv4:prefix_reused_tokens_total", "decode");
+        assert_eq!(ask(&workers, false).await, [Ok(right[0].clone())], "from what was kept");
+        let reused = workers.metric("dsv4:prefix_reused_tokens_total", "decode") - kept;
+        assert_eq!(reused, 256, "the full block was not pulled anew");
+    }
 }

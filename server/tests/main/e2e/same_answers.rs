@@ -37,7 +37,7 @@ fn assert_same(what: &str, lengths: &[usize], expected: &[Value], found: &[Value
 
 #[tokio::test]
 async fn output_is_equal_unified_and_apart_in_one_process_over_shm_and_over_tcp() {
-    let unified = Server::worker("null", "");
+    let unified = Server::worker("null", "--disable-radix-cache");
     let expected = alone(&unified.url, &LENGTHS).await;
     drop(unified);
     let both = Server::worker("both", "");
@@ -65,11 +65,12 @@ async fn assert_all_handed_over(url: &str, prompts: usize) {
 
 #[tokio::test]
 async fn output_is_equal_for_every_chunk_size() {
-    let whole = Server::worker("null", "--chunked-prefill-size 4096");
+    let whole = Server::worker("null", "--chunked-prefill-size 4096 --disable-radix-cache");
     let expected = alone(&whole.url, &LENGTHS).await;
     drop(whole);
     for (chunk, longest) in [(1, 130), (3, 385), (63, 2050), (128, 2050), (1000, 2050)] {
-        let server = Server::worker("null", &format!("--chunked-prefill-size {chunk}"));
+        let flags = format!("--chunked-prefill-size {chunk} --disable-radix-cache");
+        let server = Server::worker("null", &flags);
         let lengths: Vec<usize> = LENGTHS.into_iter().filter(|n| *n <= longest).collect();
         let expected: Vec<Value> = LENGTHS
             .iter()
@@ -85,7 +86,7 @@ async fn output_is_equal_for_every_chunk_size() {
 #[tokio::test]
 async fn thirty_two_requests_at_once_are_answered_as_if_alone() {
     let lengths: Vec<usize> = (0..32).map(|i| 3 + i * 9).collect();
-    let unified = Server::worker("null", "");
+    let unified = Server::worker("null", "--disable-radix-cache");
     let expected = alone(&unified.url, &lengths).await;
     let at_once = together(&unified.url, &lengths).await;
     assert_same("32 at once", &lengths, &expected, &at_once);

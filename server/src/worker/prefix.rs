@@ -1,0 +1,291 @@
+//! Prefixes that stay in a worker's pages when their sequence has ended, for later prompts that
+//! begin with the same tokens.
+//!
+//! Pages that only the tree holds are promised to nobody: they are taken back, least recently used
+//! first, whenever a sequence needs a page and none is free.
+
+use super::sequence::{Sequence, State};
+use super::{Role, Worker};
+use crate::glue::pools::{PoolError, Pools};
+use crate::scheduler::SeqId;
+use hicache::{Action, Boundary, Config, Hit, PrefixTree};
+use kv_pool::{
+    BLOCK_TOKENS, ChainHash, Fingerprint, Namespace, Owner, PageRef, PoolKind, WINDOW_PAGE_ROWS,
+    WINDOW_TOKENS,
+};
+
+/// Prompts stop at least this often, in tokens, at a place where another one can go on.
+const BOUNDARY_EVERY: u32 = 2048;
+
+/// Window pages without which nothing can go on from a 256-token boundary.
+const BOUNDARY_WINDOWS: u32 = WINDOW_TOKENS.div_ceil(WINDOW_PAGE_ROWS);
+
+/// The prefix tree of a worker and what binds it to the worker's pools.
+#[derive(Debug)]
+pub(super) struct Prefixes {
+    /// None if every prompt is to be computed from its first token.
+    tree: Option<PrefixTree>,
+    namespace: Namespace,
+}
+
+impl Prefixes {
+    /// An empty tree over the pools of a worker; with `enabled` false it stays empty.
+    pub(super) fn new(role: Role, pools: &Pools, fingerprint: Fingerprint, enabled: bool) -> Self {
+        let config = Config {
+            blocks_max: pools.count(PoolKind::Block) as usize,
+            boundaries_max: pools.count(PoolKind::Carry) as usize,
+            // A sequence owns the pages that it shares, so nothing is pinned.
+            leases_max: 0,
+            keep_blocks: role == Role::Decode,
+        };
+        let tree = enabled.then(|| PrefixTree::new(config));
+        Self { tree, namespace: Namespace::new(fingerprint, b"") }
+    }
+
+    /// Pages that the tree holds, in use by sequences as well or not.
+    pub(super) fn held(&self, kind: PoolKind) -> u64 {
+        let Some(tree) = &self.tree else { return 0 };
+        match kind {
+            PoolKind::Block => tree.blocks() as u64,
+            PoolKind::Window => tree.boundaries() as u64 * u64::from(BOUNDARY_WINDOWS),
+            PoolKind::Carry => tree.boundaries() as u64,
+        }
+    }
+
+    /// Counted since start.
+    pub(super) fn counters(&self) -> hicache::Counters {
+        self.tree.as_ref().map(PrefixTree::counters).unwrap_or_default()
+    }
+
+    /// Where the computation of a prompt stops next.
+    pub(super) fn stop(&self, computed: u32, end: u32) -> u32 {
+        if self.tree.is_some() { next_stop(computed, end) } else { end }
+    }
+
+    /// Takes pages for one owner, from the tree where none is free.
+    pub(super) fn take(
+        &mut self,
+        pools: &mut Pools,
+        kind: PoolKind,
+        count: u32,
+        owner: Owner,
+    ) -> Result<Vec<PageRef>, PoolError> {
+        while pools.pages(kind).counts().free < count && self.give_back(pools, kind)? {}
+        pools.take(kind, count, owner)
+    }
+
+    /// Gives up the least recently used page of a kind; false if there is none. It may be in use
+    /// by a sequence still, so that nothing becomes free by it.
+    fn give_back(&mut self, pools: &mut Pools, kind: PoolKind) -> Result<bool, PoolError> {
+        let Some(tree) = &mut self.tree else { return Ok(false) };
+        let gone = match kind {
+            PoolKind::Block => tree.evict_blocks(1),
+            PoolKind::Window | PoolKind::Carry => tree.evict_boundaries(1),
+        };
+        self.act(pools)?;
+        Ok(gone > 0)
+    }
+
+    /// Does in the pools what the tree wants done.
+    fn act(&mut self, pools: &mut Pools) -> Result<(), PoolError> {
+        while let Some(action) = self.tree.as_mut().and_then(PrefixTree::poll_action) {
+            match action {
+                Action::Retain { owner, page } => pools.add_owner(page, owner)?,
+                Action::Release { owner, page } => {
+                    pools.remove_owner(page, owner, None)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Extends `chain` to all full blocks of `tokens`.
+    fn hash(&self, chain: &mut Vec<ChainHash>, tokens: &[u32]) {
+        let mut parent = chain.last().copied().unwrap_or_else(|| self.namespace.root());
+        let (full, _) = tokens.as_chunks::<{ BLOCK_TOKENS as usize }>();
+        for block in full.iter().skip(chain.len()) {
+            parent = self.namespace.next(&parent, block);
+            chain.push(parent);
+        }
+    }
+
+    /// What of a prompt need not be computed; its last token always is, for its logits.
+    fn find(&mut self, seq: &mut Sequence) -> Option<Hit> {
+        self.tree.as_ref()?;
+        let mut chain = std::mem::take(&mut seq.chain);
+        self.hash(&mut chain, &seq.tokens);
+        let most = (seq.tokens.len() - 1) / BLOCK_TOKENS as usize;
+        let hit = self.tree.as_mut()?.lookup(&chain, most);
+        seq.chain = chain;
+        hit
+    }
+
+    /// Keeps the blocks that a sequence has computed, and with `snapshot` what is needed to go on
+    /// from where it stands. Says whether that place is kept now.
+    fn keep(
+        &mut self,
+        pools: &mut Pools,
+        seq: &mut Sequence,
+        snapshot: bool,
+    ) -> Result<bool, PoolError> {
+        if self.tree.is_none() {
+            return Ok(false);
+        }
+        let mut chain = std::mem::take(&mut seq.chain);
+        self.hash(&mut chain, &seq.tokens);
+        seq.chain = chain;
+        let count = (seq.computed / BLOCK_TOKENS) as usize;
+        let Some(end) = count.checked_sub(1).and_then(|last| seq.chain.get(last)).copied() else {
+            return Ok(false);
+        };
+        let is_known = self.tree.as_ref().is_some_and(|tree| tree.has_boundary(&end));
+        let boundary = if snapshot && !is_known { self.snapshot(pools, seq)? } else { None };
+        let carry = boundary.as_ref().map(|boundary| boundary.carry);
+        let (Some(tree), Some(table)) = (&mut self.tree, &seq.table) else { return Ok(false) };
+        if boundary.is_some() || !snapshot {
+            let result = tree.insert(&seq.chain[..count], &table.blocks()[..count], boundary);
+            if let Err(error) = result {
+                tracing::debug!(sequence = seq.id, %error, "prefix not kept");
+            }
+        }
+        let kept = tree.has_boundary(&end);
+        self.act(pools)?;
+        if let Some(carry) = carry {
+            pools.remove_owner(carry, seq.owner, None)?;
+        }
+        Ok(kept)
+    }
+
+    /// The pages to go on from the 256-token boundary where a sequence stands: its own last window
+    /// pages, and a copy of its carry, which belongs to the sequence until the tree has it. None if
+    /// there is no page for the copy.
+    fn snapshot(
+        &mut self,
+        pools: &mut Pools,
+        seq: &Sequence,
+    ) -> Result<Option<Boundary>, PoolError> {
+        let Some(table) = &seq.table else { return Ok(None) };
+        let end = seq.computed / WINDOW_PAGE_ROWS - table.window_first_no();
+        let Some(first) = end.checked_sub(BOUNDARY_WINDOWS) else { return Ok(None) };
+        let window = table.window()[first as usize..end as usize].to_vec();
+        let carry = match self.take(pools, PoolKind::Carry, 1, seq.owner) {
+            Ok(pages) => pages[0],
+            Err(PoolError::Full(_)) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        pools.copy_page(table.carry(), carry)?;
+        pools.seal(carry)?;
+        Ok(Some(Boundary { window, carry }))
+    }
+}
+
+/// Where the computation of a prompt stops next on its way from `computed` to `end`: so that
+/// something is kept every [`BOUNDARY_EVERY`] tokens and at the last full block before the end.
+fn next_stop(computed: u32, end: u32) -> u32 {
+    let mark = (computed / BOUNDARY_EVERY + 1) * BOUNDARY_EVERY;
+    let last = end.saturating_sub(1) / BLOCK_TOKENS * BLOCK_TOKENS;
+    match last {
+        last if mark < last => mark,
+        last if computed < last => last,
+        _ => end,
+    }
+}
+
+impl Worker {
+    /// Shares the pages of the longest kept prefix with a sequence that is about to compute its
+    /// prompt, and has just its carry page.
+    pub(super) fn reuse(&mut self, id: SeqId) -> Result<(), PoolError> {
+        let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };
+        let Some(hit) = self.prefixes.find(seq) else { return Ok(()) };
+        let Some(table) = seq.table.as_mut() else { return Ok(()) };
+        self.pools.copy_page(hit.boundary.carry, table.carry())?;
+        for &page in &hit.blocks {
+            self.pools.add_owner(page, seq.owner)?;
+            table.push_block(page);
+        }
+        let blocks = hit.blocks.len() as u32;
+        seq.computed = blocks * BLOCK_TOKENS;
+        seq.cached = seq.computed;
+        seq.blocks_sealed = blocks;
+        seq.windows_sealed = seq.computed / WINDOW_PAGE_ROWS;
+        table.start_window(seq.windows_sealed - hit.boundary.window.len() as u32);
+        for &page in &hit.boundary.window {
+            self.pools.add_owner(page, seq.owner)?;
+            table.push_window(page);
+        }
+        self.numbers.reused_tokens += u64::from(seq.cached);
+        Ok(())
+    }
+
+    /// Blocks of a prompt that need not be pulled, with the sequence as an owner.
+    pub(super) fn reuse_blocks(&mut self, id: SeqId) -> Result<Vec<PageRef>, PoolError> {
+        let Some(seq) = self.sequences.get_mut(&id) else { return Ok(Vec::new()) };
+        let mut chain = std::mem::take(&mut seq.chain);
+        self.prefixes.hash(&mut chain, &seq.tokens);
+        let Some(tree) = &mut self.prefixes.tree else { return Ok(Vec::new()) };
+        let pages = tree.lookup_blocks(&chain, chain.len());
+        seq.chain = chain;
+        for &page in &pages {
+            self.pools.add_owner(page, seq.owner)?;
+        }
+        self.numbers.reused_tokens += pages.len() as u64 * u64::from(BLOCK_TOKENS);
+        Ok(pages)
+    }
+
+    /// Keeps the blocks of a prompt that has arrived.
+    pub(super) fn keep_blocks(&mut self, id: SeqId) -> Result<(), PoolError> {
+        let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };
+        self.prefixes.keep(&mut self.pools, seq, false).map(|_| ())
+    }
+
+    /// Keeps what a sequence has computed if it stands where that can be of use: where its prompt
+    /// stops ([`next_stop`]), at the end of one of full blocks, or behind a full block of output.
+    pub(super) fn keep_boundary(&mut self, id: SeqId) -> Result<(), PoolError> {
+        let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };
+        if !seq.computed.is_multiple_of(BLOCK_TOKENS) {
+            return Ok(());
+        }
+        let decoding = seq.state == State::Decoding;
+        if !(decoding || seq.state == State::Prefilling && seq.computed == seq.leg_end) {
+            return Ok(());
+        }
+        if !self.prefixes.keep(&mut self.pools, seq, true)? || !decoding {
+            return Ok(());
+        }
+        // Of a long output only the last boundary is worth its pages.
+        let hash = seq.chain[(seq.computed / BLOCK_TOKENS) as usize - 1];
+        if let Some(before) = seq.output_boundary.replace(hash)
+            && let Some(tree) = &mut self.prefixes.tree
+        {
+            tree.drop_boundary(&before);
+            self.prefixes.act(&mut self.pools)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::next_stop;
+
+    fn stops(from: u32, end: u32) -> Vec<u32> {
+        let mut stops = vec![from];
+        while let Some(&at) = stops.last().filter(|at| **at < end) {
+            stops.push(next_stop(at, end));
+        }
+        stops
+    }
+
+    #[test]
+    fn prompts_stop_at_marks_and_at_their_last_full_block() {
+        assert_eq!(stops(0, 1), [0, 1]);
+        assert_eq!(stops(0, 256), [0, 256]);
+        assert_eq!(stops(0, 257), [0, 256, 257]);
+        assert_eq!(stops(0, 512), [0, 256, 512]);
+        assert_eq!(stops(256, 512), [256, 512]);
+        assert_eq!(stops(0, 2048), [0, 1792, 2048]);
+        assert_eq!(stops(0, 2049), [0, 2048, 2049]);
+        assert_eq!(stops(0, 5000), [0, 2048, 4096, 4864, 5000]);
+        assert_eq!(stops(4352, 5000), [4352, 4864, 5000]);
+    }
+}
