@@ -455,8 +455,12 @@ impl Endpoint {
                 LinkOutput::Close(reason) => {
                     if let Some(entry) = self.peers.get_mut(&peer) {
                         let text = format!("{} at {}: {reason}", peer, entry.address);
+                        let is_loss = reason != CloseReason::Bye;
                         entry.close = Some(reason);
-                        self.upcall(Upcall::Event(text));
+                        // A peer that says that it leaves is told of by `PeerDown` alone.
+                        if is_loss {
+                            self.upcall(Upcall::Event(text));
+                        }
                     }
                     self.actions.push_back(Action::Cut { peer });
                 }
