@@ -17,9 +17,9 @@ enum Shape {
     /// One of these strings.
     Word(&'static [&'static str]),
     Object(&'static [Member]),
-    List(&'static Shape),
+    List(&'static Self),
     /// A string, or a list.
-    TextOrList(&'static Shape),
+    TextOrList(&'static Self),
     /// One of these strings, or an object.
     WordOrObject(&'static [&'static str], &'static [Member]),
     /// An object whose members depend on one of them, which holds a word.
