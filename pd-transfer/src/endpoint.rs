@@ -129,6 +129,8 @@ pub enum Upcall {
         address: String,
         /// Why.
         why: String,
+        /// Whether one of the two sides had said that it is leaving; otherwise it is a loss.
+        had_bye: bool,
     },
     /// A link was refused by either side.
     Refused {
@@ -199,6 +201,8 @@ pub struct Endpoint {
     sender: Option<Sender>,
     receiver: Option<Receiver>,
     actions: VecDeque<Action>,
+    /// Whether `Bye` was said on every link.
+    is_leaving: bool,
     /// Of links that are gone, and of failures outside of the machines.
     counters: Counters,
 }
@@ -216,6 +220,7 @@ impl Endpoint {
             sender,
             receiver,
             actions: VecDeque::new(),
+            is_leaving: false,
             counters: Counters::default(),
         }
     }
@@ -294,8 +299,9 @@ impl Endpoint {
                 receiver.peer_lost(peer);
             }
             self.pump_machines(now);
+            let had_bye = self.is_leaving || entry.close == Some(CloseReason::Bye);
             let why = entry.close.map_or_else(|| why.to_string(), |reason| reason.to_string());
-            self.upcall(Upcall::PeerDown { peer, address: entry.address, why });
+            self.upcall(Upcall::PeerDown { peer, address: entry.address, why, had_bye });
         }
     }
 
@@ -406,6 +412,7 @@ impl Endpoint {
 
     /// Says `Bye` on every link.
     pub fn say_bye(&mut self) {
+        self.is_leaving = true;
         let incarnation = self.config.hello.incarnation;
         let peers: Vec<PeerId> = self.peers.keys().copied().collect();
         for peer in peers {
@@ -448,8 +455,12 @@ impl Endpoint {
                 LinkOutput::Close(reason) => {
                     if let Some(entry) = self.peers.get_mut(&peer) {
                         let text = format!("{} at {}: {reason}", peer, entry.address);
+                        let is_loss = reason != CloseReason::Bye;
                         entry.close = Some(reason);
-                        self.upcall(Upcall::Event(text));
+                        // A peer that says that it leaves is told of by `PeerDown` alone.
+                        if is_loss {
+                            self.upcall(Upcall::Event(text));
+                        }
                     }
                     self.actions.push_back(Action::Cut { peer });
                 }

@@ -17,6 +17,9 @@ use alloc::vec::Vec;
 pub struct SenderConfig {
     /// Most attempts that are not released; one more is rejected with [`code::BUSY`].
     pub attempts_max: usize,
+    /// Most of them that one peer may have, so that a peer that never ends its attempts does not
+    /// keep the others out; one more is rejected with [`code::BUSY`].
+    pub attempts_per_peer_max: usize,
     /// Most pages of one attempt.
     pub items_max: usize,
     /// Largest request in bytes.
@@ -32,6 +35,7 @@ impl Default for SenderConfig {
     fn default() -> Self {
         Self {
             attempts_max: 256,
+            attempts_per_peer_max: 256,
             items_max: 1 << 20,
             request_bytes_max: 8 << 20,
             ended_max: 4096,
@@ -456,6 +460,11 @@ impl Sender {
         }
         if self.attempts.len() >= self.config.attempts_max {
             let text = format!("{} attempts are open, no more fit", self.attempts.len());
+            return self.refuse(peer, attempt, code::BUSY, &text);
+        }
+        let own = self.attempts.values().filter(|open| open.peer == peer).count();
+        if own >= self.config.attempts_per_peer_max {
+            let text = format!("{own} attempts of this peer are open, no more fit");
             return self.refuse(peer, attempt, code::BUSY, &text);
         }
         let open = Attempt {

@@ -102,6 +102,28 @@ fn full_is_an_answer() {
 }
 
 #[test]
+fn a_peer_that_ends_nothing_leaves_room_for_others() {
+    let config = SenderConfig { attempts_max: 3, attempts_per_peer_max: 2, ..Default::default() };
+    let mut sender = sender(config);
+    let (second, third, others) = (AttemptId([8; 16]), AttemptId([7; 16]), AttemptId([6; 16]));
+    want(&mut sender, PEER, ID);
+    want(&mut sender, PEER, second);
+    // Offered pages count as much as pages that are still computed.
+    sender.ready(Time(1), ID, vec![item(1)]).unwrap();
+    sender.finish(Time(1), ID, FinalRecord::new([0; 16], &[item(1)], Vec::new())).unwrap();
+    outputs(&mut sender);
+    assert!(rejected(&want(&mut sender, PEER, third), code::BUSY));
+    let taken = want(&mut sender, OTHER, others);
+    assert!(taken.iter().any(|output| matches!(output, SenderOutput::Requested { .. })));
+    // An end makes room, and the refused id may be asked for again.
+    let bytes = item(1).bytes();
+    sender.handle_message(Time(2), PEER, Message::Done { attempt: ID, bytes });
+    outputs(&mut sender);
+    let taken = want(&mut sender, PEER, third);
+    assert!(taken.iter().any(|output| matches!(output, SenderOutput::Requested { .. })));
+}
+
+#[test]
 fn a_cancelled_attempt_keeps_its_pages_until_the_peer_has_drained() {
     let mut sender = sender(SenderConfig::default());
     want(&mut sender, PEER, ID);

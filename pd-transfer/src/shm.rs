@@ -330,7 +330,6 @@ fn path_of(address: &str) -> Result<PathBuf, TransportError> {
     }
 }
 
-/// Binds a socket that only this user can connect to, replacing one that nobody serves.
 /// Connects or fails at once: a listener whose queue is full (a stopped process) must not hold the
 /// caller up; the driver tries again later.
 fn connect_now(path: &Path) -> std::io::Result<UnixStream> {
@@ -343,9 +342,18 @@ fn connect_now(path: &Path) -> std::io::Result<UnixStream> {
     Ok(stream)
 }
 
+/// Whether something other than a socket lies where `address` (`unix:/path`) points. Nothing can
+/// listen there until somebody removes it; it is not ours to remove.
+#[must_use]
+pub fn has_foreign_file(address: &str) -> bool {
+    let file = path_of(address).ok().and_then(|path| std::fs::symlink_metadata(path).ok());
+    file.is_some_and(|file| !file.file_type().is_socket())
+}
+
+/// Binds a socket that only this user can connect to, replacing one that nobody serves.
 fn bind(path: &Path) -> std::io::Result<UnixListener> {
     if std::fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket())
-        && UnixStream::connect(path)
+        && connect_now(path)
             .is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused)
     {
         std::fs::remove_file(path)?;
@@ -406,8 +414,20 @@ impl Transport for Shm {
             return Err(TransportError::Full { what: "listeners", limit: 1 });
         }
         let path = path_of(address)?;
+        if has_foreign_file(address) {
+            return Err(TransportError::BadAddress {
+                address: address.into(),
+                text: String::from("a file that is no socket lies there; move it away"),
+            });
+        }
         let io = |during| move |source| TransportError::Io { during, source };
-        let listener = bind(&path).map_err(io("bind"))?;
+        let listener = bind(&path).map_err(|error| match error.kind() {
+            std::io::ErrorKind::AddrInUse => TransportError::BadAddress {
+                address: address.into(),
+                text: String::from("another process listens there"),
+            },
+            _ => io("bind")(error),
+        })?;
         let links = Arc::clone(&self.links);
         let thread = thread::Builder::new()
             .name(String::from("pd-accept"))

@@ -141,8 +141,8 @@ pub struct RouterArgs {
     #[arg(long, default_value_t = 30000)]
     pub port: u16,
     /// Most requests under way in all; one more is refused with 503.
-    #[arg(long, default_value_t = 1024)]
-    pub max_queued_requests: usize,
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub max_queued_requests: u32,
     /// Most verbose level that is logged.
     #[arg(long, default_value = "info")]
     pub log_level: tracing_subscriber::filter::LevelFilter,
@@ -175,6 +175,26 @@ pub enum ConfigError {
         /// Model's limit.
         limit: u32,
     },
+    /// Somebody else listens there.
+    #[error(
+        "address {address} is in use: stop the process that listens there, or give another {flag} (0 picks a free port)"
+    )]
+    AddressInUse {
+        /// HOST:PORT.
+        address: String,
+        /// The flag that names the port.
+        flag: &'static str,
+    },
+    /// The address cannot be listened on for another reason.
+    #[error("address {address} cannot be listened on ({reason}): see --host and {flag}")]
+    Listen {
+        /// HOST:PORT.
+        address: String,
+        /// The flag that names the port.
+        flag: &'static str,
+        /// The operating system's answer.
+        reason: String,
+    },
     /// More memory than the machine has.
     #[error("--kv-memory-mib {mib}: this machine has {machine} MiB")]
     TooMuchMemory {
@@ -193,6 +213,20 @@ pub enum ConfigError {
         /// Needed.
         needed: u64,
     },
+}
+
+impl ConfigError {
+    /// Why `host` and `port`, which `flag` gave, cannot be listened on. Holds the cause's text, so
+    /// that it is said once.
+    #[must_use]
+    pub fn listen(host: &str, port: u16, flag: &'static str, cause: &std::io::Error) -> Self {
+        let address =
+            if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+        match cause.kind() {
+            std::io::ErrorKind::AddrInUse => Self::AddressInUse { address, flag },
+            _ => Self::Listen { address, flag, reason: cause.to_string() },
+        }
+    }
 }
 
 /// Whether an address `HOST:PORT` names this host.
@@ -263,6 +297,25 @@ mod tests {
             let error = parse(args).expect_err(says);
             assert!(error.contains(says), "{args:?}: {error}");
         }
+    }
+
+    #[test]
+    fn a_taken_address_is_said_once_and_with_what_to_do() {
+        let taken = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let port = taken.local_addr().unwrap().port();
+        let cause = std::net::TcpListener::bind(("127.0.0.1", port)).unwrap_err();
+        let error = ConfigError::listen("127.0.0.1", port, "--port", &cause);
+        assert_eq!(
+            error.to_string(),
+            format!(
+                "address 127.0.0.1:{port} is in use: stop the process that listens there, or give \
+                 another --port (0 picks a free port)"
+            )
+        );
+        assert!(std::error::Error::source(&error).is_none(), "its cause would be said again");
+        let other = std::io::Error::from(std::io::ErrorKind::PermissionDenied);
+        let error = ConfigError::listen("::1", 80, "--port", &other).to_string();
+        assert!(error.starts_with("address [::1]:80 cannot be listened on (permission"), "{error}");
     }
 
     #[test]

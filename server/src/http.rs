@@ -24,6 +24,8 @@ pub mod metrics;
 mod parse;
 mod pieces;
 mod sampling;
+mod serve;
+mod shape;
 mod sse;
 mod stop;
 
@@ -35,17 +37,15 @@ use axum::http::{HeaderName, HeaderValue, Method, Uri};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use axum::serve::ListenerExt;
 use chat_request::ChatEncoder;
 use dsv4_model::text::Tokenizer;
 use error::ApiError;
 use fields::Fields;
 pub(crate) use generate::collect_body;
 use metrics::HttpMetrics;
-use std::io;
+pub use serve::{HEADER_TIMEOUT, serve};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 
 /// The web page, self-contained.
@@ -71,6 +71,9 @@ pub struct HttpConfig {
     pub recipe_sampling: bool,
     /// Largest request body, bytes.
     pub max_body_bytes: usize,
+    /// Longest time in which a request's head must arrive, counted from the connection's start or
+    /// from the end of the answer before; then the connection is closed. For [`serve`].
+    pub header_timeout: Duration,
     /// Longest time in which a request body must arrive.
     pub body_timeout: Duration,
     /// `Retry-After` of refused requests, seconds.
@@ -87,6 +90,7 @@ impl Default for HttpConfig {
             default_thinking: false,
             recipe_sampling: false,
             max_body_bytes: 32 << 20,
+            header_timeout: HEADER_TIMEOUT,
             body_timeout: Duration::from_secs(30),
             retry_after_s: 1,
             keep_alive: Duration::from_secs(15),
@@ -183,26 +187,6 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(Arc::clone(&state), observe))
         .with_state(state)
-}
-
-/// Serves until `shutdown` resolves; then no connection is accepted, and the ones in use are
-/// finished.
-///
-/// # Errors
-///
-/// When the listener fails for good.
-pub async fn serve(
-    listener: TcpListener,
-    app: Router,
-    shutdown: impl Future<Output = ()> + Send + 'static,
-) -> io::Result<()> {
-    let listener = listener.tap_io(|stream| {
-        // A token a packet: waiting to fill one would only add latency.
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "TCP_NODELAY");
-        }
-    });
-    axum::serve(listener, app).with_graceful_shutdown(shutdown).await
 }
 
 pub(crate) async fn no_path(uri: Uri) -> ApiError {

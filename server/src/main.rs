@@ -2,9 +2,9 @@
 
 use anyhow::Context;
 use clap::Parser;
-use dsv4_server::config::{Cli, Command, Mode, RouterArgs, ServeArgs};
+use dsv4_server::config::{Cli, Command, ConfigError, Mode, RouterArgs, ServeArgs};
 use dsv4_server::engine::Engine;
-use dsv4_server::http::{self, HttpConfig};
+use dsv4_server::http::{self, HEADER_TIMEOUT, HttpConfig};
 use dsv4_server::node::Node;
 use dsv4_server::router::{self, RouterConfig};
 use std::io::IsTerminal;
@@ -32,7 +32,20 @@ fn main() -> ExitCode {
 
 #[expect(clippy::print_stderr, reason = "the last word of a program that could not start")]
 fn complain(error: &anyhow::Error) {
-    eprintln!("error: {error:#}");
+    eprintln!("error: {}", said_once(error));
+}
+
+/// An error with its causes, without those whose text an error above them has in its own.
+fn said_once(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.ends_with(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
 }
 
 #[expect(clippy::print_stdout, reason = "the lines that tell a person what to do next")]
@@ -58,13 +71,15 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
         .context("start the HTTP threads")
 }
 
-async fn listen(host: &str, port: u16) -> anyhow::Result<TcpListener> {
-    TcpListener::bind((host, port)).await.with_context(|| format!("listen on {host}:{port}"))
+async fn listen(host: &str, port: u16) -> Result<TcpListener, ConfigError> {
+    let bound = TcpListener::bind((host, port)).await;
+    bound.map_err(|cause| ConfigError::listen(host, port, "--port", &cause))
 }
 
 fn run_worker(args: &ServeArgs) -> anyhow::Result<()> {
     init_log(args.log_level);
-    args.validate()?;
+    // What is wrong with the flags is said before a port is taken or weights are read.
+    Node::check(args)?;
     let runtime = runtime()?;
     let listener = runtime.block_on(listen(&args.host, args.port))?;
     let address = listener.local_addr().context("read the port that was given")?;
@@ -105,7 +120,7 @@ fn run_worker(args: &ServeArgs) -> anyhow::Result<()> {
             draining.stop_now();
         });
     };
-    runtime.block_on(serve(listener, app, stop, Duration::from_secs(seconds)))?;
+    runtime.block_on(serve(listener, app, stop, Duration::from_secs(seconds)));
     node.shutdown();
     tracing::info!("stopped");
     Ok(())
@@ -115,16 +130,17 @@ fn run_router(args: &RouterArgs) -> anyhow::Result<()> {
     init_log(args.log_level);
     let runtime = runtime()?;
     runtime.block_on(async {
-        let listener = listen(&args.host, args.port).await?;
-        let address = listener.local_addr().context("read the port that was given")?;
         let config = RouterConfig {
             workers: args.workers.clone(),
-            max_queued_requests: args.max_queued_requests,
+            max_queued_requests: args.max_queued_requests as usize,
             ..RouterConfig::default()
         };
         let app = router::app(config)?;
+        let listener = listen(&args.host, args.port).await?;
+        let address = listener.local_addr().context("read the port that was given")?;
         say(&format!("router is ready on http://{address} ({} workers)", args.workers.len()));
-        serve(listener, app, terminated(), ROUTER_DRAIN).await
+        serve(listener, app, terminated(), ROUTER_DRAIN).await;
+        Ok(())
     })
 }
 
@@ -140,7 +156,7 @@ async fn serve(
     app: axum::Router,
     stop: impl Future<Output = ()> + Send + 'static,
     drain: Duration,
-) -> anyhow::Result<()> {
+) {
     let (stopped, heard) = tokio::sync::oneshot::channel();
     let stop = async move {
         stop.await;
@@ -159,11 +175,8 @@ async fn serve(
         tokio::time::sleep(LAST_WORDS).await;
     };
     tokio::select! {
-        served = http::serve(listener, app, stop) => served.context("serve HTTP"),
-        () = limit => {
-            tracing::warn!("connections are left open");
-            Ok(())
-        }
+        () = http::serve(listener, app, HEADER_TIMEOUT, stop) => {}
+        () = limit => tracing::warn!("connections are left open"),
     }
 }
 

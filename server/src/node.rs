@@ -15,16 +15,17 @@ use crate::worker::{
     Inbox, Link, PoolNumbers, Role, SPARE_PAGES, Shared, Snapshot, Worker, WorkerConfig, WorkerMsg,
     spawn,
 };
-use anyhow::{Context, bail};
+use anyhow::Context;
 use crossbeam_channel::TrySendError;
 use dsa_kernels::CpuDevice;
 use dsa_kernels::cpu::CpuKernels;
+use dsv4_model::config::ModelConfig;
 use dsv4_model::text::Tokenizer;
 use dsv4_model::{LoadOptions, Model};
 use kv_pool::{Fingerprint, Geometry, PoolKind};
 use pd_transfer::driver::{Driver, DriverConfig, DriverHandle, Verifier};
 use pd_transfer::inprocess::InProcessNet;
-use pd_transfer::shm::Shm;
+use pd_transfer::shm::{Shm, has_foreign_file};
 use pd_transfer::tcp::Tcp;
 use pd_transfer::transport::{RegionOwner, TransportFactory};
 use pd_transfer::wire::{Incarnation, Limits, Role as LinkRole};
@@ -67,6 +68,9 @@ struct WorkerHandle {
 /// got by then they compute themselves.
 const DRAIN_MAX: Duration = Duration::from_secs(30);
 const DRAIN_POLL: Duration = Duration::from_millis(20);
+
+/// Peers that may all have as many prompts under way at a prefill worker as one may have.
+const PEERS_AT_FULL: usize = 4;
 
 impl WorkerHandle {
     fn is_busy(&self) -> bool {
@@ -298,9 +302,9 @@ fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
         all.push(m);
     }
     for (transport, driver) in &worker.drivers {
-        for (name, value) in driver.counters().all() {
-            let name = format!("dsv4:transfer_{name}_total");
-            let mut m = metric(&name, value, Counter, "Hand-off events");
+        for counter in driver.counters().all() {
+            let name = format!("dsv4:transfer_{}_total", counter.name);
+            let mut m = metric(&name, counter.value, Counter, counter.help);
             m.labels.push(("transport".to_owned(), (*transport).to_owned()));
             all.push(m);
         }
@@ -318,8 +322,12 @@ pub struct Node {
     summary: String,
 }
 
-/// The default checkpoint, seen from the current folder or from the source tree.
-fn default_model_path() -> PathBuf {
+/// The checkpoint that was asked for, or the default one, seen from the current folder or from the
+/// source tree.
+fn model_path(args: &ServeArgs) -> PathBuf {
+    if let Some(path) = &args.model_path {
+        return path.clone();
+    }
     let relative = Path::new("models/dsv4-mini/checkpoint");
     if relative.exists() {
         return relative.to_owned();
@@ -349,6 +357,22 @@ struct Parts {
 }
 
 impl Node {
+    /// Checks all that can be checked before anything is loaded or a port is opened: the flags by
+    /// themselves, and context length and memory against the model's configuration.
+    ///
+    /// # Errors
+    /// [`ConfigError`], or a configuration that cannot be read.
+    pub fn check(args: &ServeArgs) -> anyhow::Result<()> {
+        args.validate()?;
+        let path = model_path(args);
+        let config = ModelConfig::from_dir(&path)
+            .with_context(|| format!("load the model in {}", path.display()))?;
+        let geometry = Geometry::new(config.shape(), args.numerics, args.index_k_dtype)
+            .with_context(|| format!("load the model in {}", path.display()))?;
+        memory::sizes(args, &config, &geometry)?;
+        Ok(())
+    }
+
     /// Loads the model and starts the workers.
     pub fn start(args: &ServeArgs) -> anyhow::Result<Self> {
         Self::start_with(args, &NodeOptions::default())
@@ -356,8 +380,9 @@ impl Node {
 
     /// The same with parts replaced.
     pub fn start_with(args: &ServeArgs, options: &NodeOptions) -> anyhow::Result<Self> {
-        args.validate()?;
-        let path = args.model_path.clone().unwrap_or_else(default_model_path);
+        Self::check(args)?;
+        probe_bootstrap(args)?;
+        let path = model_path(args);
         let threads = args.threads.map(usize::from).unwrap_or_else(|| {
             std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
         });
@@ -456,12 +481,8 @@ impl Node {
 
 impl Parts {
     fn new(args: &ServeArgs, model: Arc<Model>, tokenizer: &Tokenizer) -> anyhow::Result<Self> {
-        let made_for = u32::try_from(model.config().max_position_embeddings).unwrap_or(u32::MAX);
-        let context_length = args.context_length.unwrap_or(made_for);
-        if context_length > made_for || context_length == 0 {
-            bail!(ConfigError::Context { wanted: context_length, limit: made_for });
-        }
         let geometry = Arc::new(model.geometry().clone());
+        let (context_length, counts) = memory::sizes(args, model.config(), &geometry)?;
         let input = model.fingerprint_input(tokenizer.digest());
         let config = WorkerConfig {
             role: Role::Unified,
@@ -472,13 +493,6 @@ impl Parts {
             fingerprint: input.fingerprint(),
             keep_prefixes: !args.disable_radix_cache,
         };
-        let shape = memory::Shape {
-            step_tokens: config.step_tokens,
-            running: config.max_running,
-            context_length,
-            keeps_prefixes: config.keep_prefixes,
-        };
-        let counts = memory::divide(&geometry, memory::budget(args.kv_memory_mib)?, shape)?;
         Ok(Self {
             model,
             geometry,
@@ -513,10 +527,32 @@ struct Assembly<'a> {
     bootstrap: Option<String>,
 }
 
+/// Finds out before the model is loaded whether the bootstrap port can be had.
+fn probe_bootstrap(args: &ServeArgs) -> Result<(), ConfigError> {
+    let (host, port) = (args.host.as_str(), args.disaggregation_bootstrap_port);
+    let is_shm = args.disaggregation_transfer_backend == Backend::Shm;
+    if args.disaggregation_mode != Mode::Prefill || is_shm {
+        return Ok(());
+    }
+    let flag = "--disaggregation-bootstrap-port";
+    let bound = std::net::TcpListener::bind((host, port));
+    bound.map(drop).map_err(|cause| ConfigError::listen(host, port, flag, &cause))
+}
+
 /// Where a prefill worker of this user meets decode workers of the same host.
 fn socket_address(port: u16) -> String {
     let uid = rustix::process::getuid().as_raw();
     format!("unix:{}", std::env::temp_dir().join(format!("dsv4-pd-{uid}-{port}.sock")).display())
+}
+
+/// Whether a file that is no socket lies where a prefill worker of this host would listen.
+fn is_blocked(address: &str) -> bool {
+    let port = address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+    let socket = port.map(socket_address).filter(|socket| has_foreign_file(socket));
+    if let Some(socket) = &socket {
+        tracing::warn!(socket, address, "a file that is no socket lies there: TCP is used");
+    }
+    socket.is_some()
 }
 
 fn random_incarnation() -> anyhow::Result<Incarnation> {
@@ -577,10 +613,12 @@ impl Assembly<'_> {
             .collect();
         let asked = listen.clone();
         config.listen = listen;
-        // Every sequence of either side may be under way at once.
-        let attempts = (parts.config.max_running + parts.config.max_queued) as usize + 64;
-        config.sender.attempts_max = config.sender.attempts_max.max(attempts);
-        config.receiver.attempts_max = config.receiver.attempts_max.max(attempts);
+        // Every sequence of either side may be under way at once, with slack for those that end.
+        let sequences = (parts.config.max_running + parts.config.max_queued) as usize;
+        config.receiver.attempts_max = config.receiver.attempts_max.max(sequences + 64);
+        // A peer that never ends its attempts must leave room for others.
+        config.sender.attempts_per_peer_max = sequences;
+        config.sender.attempts_max = config.sender.attempts_max.max(PEERS_AT_FULL * sequences + 64);
         let wrap = self.options.wrap_transport.as_ref().filter(|_| draft.role == Role::Decode);
         let factory = match wrap {
             Some(wrap) => wrap(factory),
@@ -659,8 +697,14 @@ impl Assembly<'_> {
                 std::net::TcpListener::bind(("127.0.0.1", 0)).context("find a free port")?;
             port = probe.local_addr().context("find a free port")?.port();
         }
-        if backend != Backend::Tcp {
-            self.drive(&mut draft, "shm", Shm::factory(1), Some(socket_address(port)))?;
+        let socket = socket_address(port);
+        if backend == Backend::Auto && has_foreign_file(&socket) {
+            tracing::warn!(
+                socket,
+                "a file that is no socket lies there: TCP only, no shared memory"
+            );
+        } else if backend != Backend::Tcp {
+            self.drive(&mut draft, "shm", Shm::factory(1), Some(socket))?;
         }
         self.bootstrap = Some(format!("{}:{port}", args.host));
         self.launch(draft)
@@ -669,8 +713,11 @@ impl Assembly<'_> {
     fn add_decode(&mut self, args: &ServeArgs) -> anyhow::Result<()> {
         let mut draft = self.draft(Role::Decode)?;
         let backend = args.disaggregation_transfer_backend;
-        let by_memory = |address: &&String| {
-            backend != Backend::Tcp && (backend == Backend::Shm || is_local(address))
+        let by_memory = |address: &&String| match backend {
+            Backend::Tcp => false,
+            Backend::Shm => true,
+            // Where a file blocks the socket the prefill worker has TCP only.
+            Backend::Auto => is_local(address) && !is_blocked(address),
         };
         let (near, far): (Vec<_>, Vec<_>) =
             args.disaggregation_bootstrap.iter().partition(by_memory);

@@ -14,3 +14,5 @@ mod http;
 mod recipe;
 #[path = "main/router.rs"]
 mod router;
+#[path = "main/wording.rs"]
+mod wording;

@@ -1,7 +1,7 @@
 //! The conformance suite over every transport that runs in this process.
 
 use pd_transfer::inprocess::InProcessNet;
-use pd_transfer::shm::{SharedRegion, Shm};
+use pd_transfer::shm::{SharedRegion, Shm, has_foreign_file};
 use pd_transfer::tcp::Tcp;
 use pd_transfer::testing::conformance::{Subject, run};
 use pd_transfer::testing::faulty::Faulty;
@@ -51,6 +51,27 @@ fn shared_memory() {
         nowhere: socket("shm", "nobody"),
         memory: shared,
     });
+}
+
+#[test]
+fn a_socket_of_a_dead_process_is_replaced_and_a_foreign_file_is_not() {
+    let address = socket("shm", "left");
+    let path = address.strip_prefix("unix:").unwrap();
+    let open = || (Shm::factory(1))(Arc::new(|_| {})).unwrap();
+    // A listener that is dropped leaves its file, as a killed process does.
+    drop(std::os::unix::net::UnixListener::bind(path).unwrap());
+    assert!(!has_foreign_file(&address));
+    let mut first = open();
+    assert_eq!(first.listen(&address).unwrap(), address);
+    let taken = open().listen(&address).unwrap_err().to_string();
+    assert!(taken.contains(path) && taken.contains("another process listens"), "{taken}");
+    drop(first);
+    std::fs::write(path, "mine").unwrap();
+    assert!(has_foreign_file(&address));
+    let refused = open().listen(&address).unwrap_err().to_string();
+    assert!(refused.contains(path) && refused.contains("no socket"), "{refused}");
+    assert_eq!(std::fs::read_to_string(path).unwrap(), "mine");
+    std::fs::remove_file(path).unwrap();
 }
 
 #[test]

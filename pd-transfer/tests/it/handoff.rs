@@ -176,6 +176,7 @@ fn a_leaving_peer_ends_its_attempts() {
     decode.fresh(attempt(1));
     prefill.side.lock().unwrap().handle.shutdown();
     assert_eq!(decode.failed(attempt(1)), FailReason::PeerLost);
+    assert!(decode.down(), "it said that it was leaving");
     prefill.released(attempt(1));
     assert_eq!(prefill.server.pinned(), 0);
     let counters = prefill.side.lock().unwrap().handle.counters();

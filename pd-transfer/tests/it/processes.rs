@@ -59,7 +59,7 @@ fn survives_a_kill(kind: &str, address: &str, factory: TransportFactory) {
     decode.fresh(attempt(2));
     process.kill();
     assert_eq!(decode.failed(attempt(2)), FailReason::PeerLost);
-    decode.down();
+    assert!(!decode.down(), "a killed process says nothing");
     let again = Process::new(kind, &process.address);
     assert_eq!(again.address, process.address);
     assert_ne!(decode.up(), first, "a new process has a new incarnation");

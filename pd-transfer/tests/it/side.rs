@@ -142,11 +142,13 @@ impl Side {
         incarnation
     }
 
-    pub(super) fn down(&mut self) {
+    /// Waits until the link is gone; true if it ended in good order.
+    pub(super) fn down(&mut self) -> bool {
         let gone = self.peer.take().unwrap();
-        self.wait(|upcall| {
-            matches!(upcall, Upcall::PeerDown { peer, .. } if *peer == gone).then_some(())
-        });
+        self.wait(|upcall| match upcall {
+            Upcall::PeerDown { peer, had_bye, .. } if *peer == gone => Some(*had_bye),
+            _ => None,
+        })
     }
 
     pub(super) fn start(&mut self, attempt: AttemptId, request: Request) {

@@ -25,7 +25,8 @@ fn no_fault_gets_a_wrong_byte_through() {
     let missing: Vec<&str> = total
         .all()
         .into_iter()
-        .filter_map(|(name, value)| (value == 0 && !elsewhere.contains(&name)).then_some(name))
+        .filter(|counter| counter.value == 0 && !elsewhere.contains(&counter.name))
+        .map(|counter| counter.name)
         .collect();
     assert!(missing.is_empty(), "no seed counted {missing:?}");
 }

@@ -2,7 +2,7 @@
 
 use super::error::ApiError;
 use super::fields::{Fields, kind_of};
-use super::{AppState, sampling};
+use super::{AppState, sampling, shape};
 use crate::engine::GenerateRequest;
 use deepseek_recipe::openai::ChatCompletionRequest;
 use deepseek_recipe::openai::chat_completion::request::ChatCompletionRequestMessage;
@@ -102,6 +102,7 @@ impl ChatRequest {
         let model = state.model_of(&fields)?;
         fields.0.insert("model".to_owned(), Value::String(model.clone()));
         refuse_unsupported(&fields)?;
+        shape::check_fields(&fields)?;
         let mut params = sampling::read(&fields, info.vocab_size)?;
         let stops =
             sampling::stops(&mut fields, &state.tokenizer, info.eos_token, info.vocab_size)?;
@@ -180,8 +181,8 @@ fn allowed_calls(fields: &Fields) -> Result<u32, ApiError> {
 
 /// `max_completion_tokens`, or its older name `max_tokens`.
 fn max_tokens(fields: &mut Fields) -> Result<Option<u32>, ApiError> {
-    let newer = fields.count("max_completion_tokens", 1, u32::MAX)?;
-    let older = fields.count("max_tokens", 1, u32::MAX)?;
+    let newer = fields.at_least("max_completion_tokens", 1)?;
+    let older = fields.at_least("max_tokens", 1)?;
     fields.take("max_tokens");
     Ok(newer.or(older))
 }
@@ -235,10 +236,10 @@ fn convert(mut fields: Fields, encoder: &ChatEncoder) -> Result<ConversationRequ
     }
     fields.0.insert("messages".to_owned(), json!([]));
     let mut request = ChatCompletionRequest::deserialize(&fields.0).map_err(|error| {
-        let message = error.to_string();
+        tracing::debug!(%error, "a request that has the right shape cannot be read");
         match culprit(&fields.0) {
-            Some(name) => ApiError::invalid(name, format!("{name}: {message}")),
-            None => ApiError::bad_request(message),
+            Some(name) => shape::unreadable(name, fields.0.get(name)),
+            None => ApiError::bad_request("the request cannot be read: a field does not fit"),
         }
     })?;
     request.messages = messages;
@@ -256,15 +257,19 @@ fn culprit(fields: &Map<String, Value>) -> Option<&str> {
     })
 }
 
-fn read_message(index: usize, message: Value) -> Result<ChatCompletionRequestMessage, ApiError> {
+fn read_message(
+    index: usize,
+    mut message: Value,
+) -> Result<ChatCompletionRequestMessage, ApiError> {
     let at = format!("messages[{index}]");
-    let Value::Object(mut message) = message else {
-        let text = format!("{at} is {}, and must be an object", kind_of(&message));
-        return Err(ApiError::invalid(&at, text));
-    };
-    tidy_message(&mut message);
-    serde_json::from_value(Value::Object(message))
-        .map_err(|error| ApiError::invalid(&at, format!("{at}: {error}")))
+    if let Value::Object(message) = &mut message {
+        tidy_message(message);
+    }
+    shape::check_message(&at, &message)?;
+    ChatCompletionRequestMessage::deserialize(&message).map_err(|error| {
+        tracing::debug!(%error, at, "a message that has the right shape cannot be read");
+        shape::unreadable(&at, Some(&message))
+    })
 }
 
 /// Accepts what common clients send and the crate refuses: the role `developer`, an empty list of

@@ -47,7 +47,7 @@ impl CompletionRequest {
             params.want_logprob = true;
             params.logprobs = alternatives;
         }
-        let wanted = fields.count("max_tokens", 1, u32::MAX)?.unwrap_or(DEFAULT_MAX_TOKENS);
+        let wanted = fields.at_least("max_tokens", 1)?.unwrap_or(DEFAULT_MAX_TOKENS);
         let (stream, include_usage) = stream_fields(&fields)?;
         let prompt = prompt_tokens(state, &mut fields)?;
         let room = state.room(prompt.len(), "prompt")?;

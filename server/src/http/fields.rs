@@ -44,11 +44,27 @@ impl Fields {
 
     /// A number in a closed range.
     pub(super) fn number(&self, name: &str, low: f64, high: f64) -> Result<Option<f32>, ApiError> {
-        let value = self.typed(name, "a number", Value::as_f64)?;
-        match value {
-            Some(value) if !(low..=high).contains(&value) => Err(ApiError::invalid(
+        let range = format!("from {low} to {high}");
+        self.ranged(name, &range, |value| (low..=high).contains(&value))
+    }
+
+    /// A number above 0 and at most 1.
+    pub(super) fn share(&self, name: &str) -> Result<Option<f32>, ApiError> {
+        let value = self.ranged(name, "above 0 and at most 1", |v| v > 0.0 && v <= 1.0)?;
+        // What is too small for f32 is still above 0.
+        Ok(value.map(|value| value.max(f32::MIN_POSITIVE)))
+    }
+
+    fn ranged(
+        &self,
+        name: &str,
+        range: &str,
+        is_inside: impl Fn(f64) -> bool,
+    ) -> Result<Option<f32>, ApiError> {
+        match self.typed(name, &format!("a number {range}"), Value::as_f64)? {
+            Some(value) if !is_inside(value) => Err(ApiError::invalid(
                 name,
-                format!("{name} is {value}, and must be between {low} and {high}"),
+                format!("{name} is {value}, and must be a number {range}"),
             )),
             // The range keeps it far from the limits of f32.
             Some(value) => Ok(Some(value as f32)),
@@ -63,7 +79,21 @@ impl Fields {
             Some(value) if (low..=high).contains(&value) => Ok(Some(value)),
             _ => Err(ApiError::invalid(
                 name,
-                format!("{name} is {value}, and must be an integer between {low} and {high}"),
+                format!("{name} is {}, and must be an integer from {low} to {high}", shown(value)),
+            )),
+        }
+    }
+
+    /// An integer from `low` up; what is beyond 32 bits counts as the largest that is not.
+    pub(super) fn at_least(&self, name: &str, low: u32) -> Result<Option<u32>, ApiError> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        match value.as_u64() {
+            Some(value) if value >= u64::from(low) => {
+                Ok(Some(u32::try_from(value).unwrap_or(u32::MAX)))
+            }
+            _ => Err(ApiError::invalid(
+                name,
+                format!("{name} is {}, and must be an integer from {low} up", shown(value)),
             )),
         }
     }
@@ -76,8 +106,17 @@ impl Fields {
     ) -> Result<Option<T>, ApiError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         read(value).map(Some).ok_or_else(|| {
-            ApiError::invalid(name, format!("{name} is {}, and must be {wanted}", kind_of(value)))
+            ApiError::invalid(name, format!("{name} is {}, and must be {wanted}", shown(value)))
         })
+    }
+}
+
+/// A value as a message shows it: a number as it is, anything else by its kind, since it may be
+/// large and the client knows it.
+pub(super) fn shown(value: &Value) -> String {
+    match value {
+        Value::Number(number) => number.to_string(),
+        other => kind_of(other).to_owned(),
     }
 }
 

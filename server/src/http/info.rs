@@ -4,6 +4,7 @@ use super::error::ApiError;
 use super::{AppState, HTML, PAGE};
 use crate::engine::{EngineInfo, Health, Metric, WorkerView};
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -25,8 +26,9 @@ pub(super) async fn models(State(state): State<Arc<AppState>>) -> Json<Value> {
 /// `GET /v1/models/{id}`.
 pub(super) async fn model(
     State(state): State<Arc<AppState>>,
-    Path(id): Path<String>,
+    id: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Value>, ApiError> {
+    let Path(id) = id.map_err(|_| ApiError::invalid("model", "the model's name is no UTF-8"))?;
     state.known_model(&id)?;
     Ok(Json(model_json(&id, state.engine.info())))
 }
@@ -87,6 +89,8 @@ pub(super) async fn stats(State(state): State<Arc<AppState>>) -> Json<Value> {
             "requests": counts.requests,
             "aborted": counts.aborted,
             "failed": counts.failed,
+            "prompt_tokens": counts.prompt_tokens,
+            "cached_tokens": counts.cached_tokens,
         },
         "workers": stats.workers.iter().map(worker_json).collect::<Vec<_>>(),
         "metrics": stats.metrics.iter().map(metric_json).collect::<Vec<_>>(),

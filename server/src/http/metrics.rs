@@ -80,6 +80,10 @@ pub struct RequestCounts {
     pub aborted: u64,
     /// Requests that ended with an error after they were accepted.
     pub failed: u64,
+    /// Prompt tokens of requests that ended.
+    pub prompt_tokens: u64,
+    /// Those of them that came from a cache.
+    pub cached_tokens: u64,
 }
 
 impl HttpMetrics {
@@ -133,6 +137,8 @@ impl HttpMetrics {
             requests: numbers.requests,
             aborted: numbers.aborted,
             failed: numbers.failed,
+            prompt_tokens: numbers.prompt_tokens,
+            cached_tokens: numbers.cached_tokens,
         }
     }
 
@@ -338,7 +344,14 @@ mod tests {
         drop(done);
         begin().fail();
         drop(begin());
-        assert_eq!(metrics.counts(), RequestCounts { requests: 3, aborted: 1, failed: 1 });
+        let counts = RequestCounts {
+            requests: 3,
+            aborted: 1,
+            failed: 1,
+            prompt_tokens: 5,
+            cached_tokens: 1,
+        };
+        assert_eq!(metrics.counts(), counts);
         let numbers = metrics.lock();
         assert_eq!((numbers.prompt_tokens, numbers.generation_tokens), (5, 3));
         assert_eq!(numbers.itl.counts.iter().sum::<u64>(), 2);

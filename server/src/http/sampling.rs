@@ -1,7 +1,7 @@
 //! Sampling fields that Chat Completions and Completions share.
 
 use super::error::ApiError;
-use super::fields::{Fields, kind_of};
+use super::fields::{Fields, kind_of, shown};
 use dsv4_model::sample::SamplingParams;
 use serde_json::Value;
 
@@ -19,13 +19,17 @@ pub(super) fn read(fields: &Fields, vocab_size: u32) -> Result<SamplingParams, A
     let default = SamplingParams::default();
     let top_k = match fields.integer("top_k")? {
         None | Some(-1) => 0,
-        Some(value) => u32::try_from(value).map_err(|_| {
-            ApiError::invalid("top_k", format!("top_k is {value}, and must be -1 or more"))
-        })?,
+        Some(value) if value >= 0 => u32::try_from(value).unwrap_or(u32::MAX),
+        Some(value) => {
+            let message = format!(
+                "top_k is {value}, and must be an integer from 1 up, or 0 or -1 for all tokens"
+            );
+            return Err(ApiError::invalid("top_k", message));
+        }
     };
     Ok(SamplingParams {
         temperature: fields.number("temperature", 0.0, 2.0)?.unwrap_or(1.0),
-        top_p: fields.number("top_p", f64::from(f32::MIN_POSITIVE), 1.0)?.unwrap_or(1.0),
+        top_p: fields.share("top_p")?.unwrap_or(1.0),
         top_k,
         min_p: fields.number("min_p", 0.0, 1.0)?.unwrap_or(0.0),
         repetition_penalty: fields.number("repetition_penalty", 0.01, 100.0)?.unwrap_or(1.0),
@@ -42,7 +46,7 @@ fn seed(fields: &Fields) -> Result<u64, ApiError> {
     let Some(value) = fields.get("seed") else { return random() };
     // A negative seed is as good as any other: only its bits matter.
     value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned)).ok_or_else(|| {
-        ApiError::invalid("seed", format!("seed is {value}, and must be a 64-bit integer"))
+        ApiError::invalid("seed", format!("seed is {}, and must be a 64-bit integer", shown(value)))
     })
 }
 
@@ -74,13 +78,20 @@ fn logit_bias(fields: &Fields, vocab_size: u32) -> Result<Vec<(u32, f32)>, ApiEr
             key.parse::<u32>().ok().filter(|&token| token < vocab_size).ok_or_else(|| {
                 ApiError::invalid(
                     name,
-                    format!("{name} has the key {key:?}, and token ids are below {vocab_size}"),
+                    format!(
+                        "{name} has the key {key:?}, and keys must be token ids: integers from 0 \
+                         to {}",
+                        vocab_size - 1
+                    ),
                 )
             })?;
         let bias = value.as_f64().filter(|bias| bias.abs() <= 100.0).ok_or_else(|| {
             ApiError::invalid(
                 name,
-                format!("{name}[{key:?}] is {value}, and must be a number from -100 to 100"),
+                format!(
+                    "{name}[{key:?}] is {}, and must be a number from -100 to 100",
+                    shown(value)
+                ),
             )
         })?;
         biases.push((token, bias as f32));
@@ -142,7 +153,11 @@ pub(super) fn token_id(name: &str, value: &Value, vocab_size: u32) -> Result<u32
         .ok_or_else(|| {
             ApiError::invalid(
                 name,
-                format!("{name} has {value}, and token ids are integers below {vocab_size}"),
+                format!(
+                    "{name} has {}, and token ids are integers from 0 to {}",
+                    shown(value),
+                    vocab_size - 1
+                ),
             )
         })
 }

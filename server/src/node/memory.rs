@@ -1,8 +1,9 @@
 //! How many pages the memory of a worker is divided into.
 
-use crate::config::ConfigError;
+use crate::config::{ConfigError, ServeArgs};
 use crate::glue::pools::PageCounts;
 use crate::worker::SPARE_PAGES as SPARE;
+use dsv4_model::config::ModelConfig;
 use kv_pool::{BLOCK_TOKENS, Geometry, PoolKind, WINDOW_PAGE_ROWS, WINDOW_TOKENS};
 
 const MIB: u64 = 1 << 20;
@@ -18,7 +19,7 @@ fn machine_bytes() -> Option<u64> {
 }
 
 /// Bytes for the pages of one worker: as asked, or a quarter of the machine's and at most 1 GiB.
-pub(super) fn budget(asked_mib: Option<u64>) -> Result<u64, ConfigError> {
+fn budget(asked_mib: Option<u64>) -> Result<u64, ConfigError> {
     let machine = machine_bytes();
     let Some(mib) = asked_mib else {
         return Ok(machine.map_or(DEFAULT_MAX, |bytes| (bytes / 4).min(DEFAULT_MAX)));
@@ -29,17 +30,38 @@ pub(super) fn budget(asked_mib: Option<u64>) -> Result<u64, ConfigError> {
     }
 }
 
+/// Context length and pages of a worker; needs the model's configuration, not its weights.
+pub(super) fn sizes(
+    args: &ServeArgs,
+    model: &ModelConfig,
+    geometry: &Geometry,
+) -> Result<(u32, PageCounts), ConfigError> {
+    let made_for = u32::try_from(model.max_position_embeddings).unwrap_or(u32::MAX);
+    let context_length = args.context_length.unwrap_or(made_for);
+    if context_length > made_for || context_length == 0 {
+        return Err(ConfigError::Context { wanted: context_length, limit: made_for });
+    }
+    let shape = Shape {
+        step_tokens: args.chunked_prefill_size,
+        running: args.max_running_requests,
+        context_length,
+        keeps_prefixes: !args.disable_radix_cache,
+    };
+    let counts = divide(geometry, budget(args.kv_memory_mib)?, shape)?;
+    Ok((context_length, counts))
+}
+
 /// What decides how memory is divided.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shape {
+struct Shape {
     /// Tokens of a step.
-    pub(super) step_tokens: u32,
+    step_tokens: u32,
     /// Sequences that may run.
-    pub(super) running: u32,
+    running: u32,
     /// Tokens of a sequence.
-    pub(super) context_length: u32,
+    context_length: u32,
     /// Whether prefixes are kept for later prompts.
-    pub(super) keeps_prefixes: bool,
+    keeps_prefixes: bool,
 }
 
 /// Pages that one place needs at which a later prompt can go on: window pages, carry pages.
@@ -48,11 +70,7 @@ const BOUNDARY_PAGES: (u32, u32) = (WINDOW_TOKENS.div_ceil(WINDOW_PAGE_ROWS), 1)
 /// Divides `bytes`: window and carry pages for every running sequence (windows at most half of
 /// the memory), the same for the ends of kept prefixes (at most an eighth, and half of what could
 /// be spared), blocks with the rest. There is room for one sequence of full length at least.
-pub(super) fn divide(
-    geometry: &Geometry,
-    bytes: u64,
-    shape: Shape,
-) -> Result<PageCounts, ConfigError> {
+fn divide(geometry: &Geometry, bytes: u64, shape: Shape) -> Result<PageCounts, ConfigError> {
     let per = |kind| geometry.bytes_per_index(kind).max(1);
     let per_sequence = (shape.step_tokens + WINDOW_TOKENS - 1).div_ceil(WINDOW_PAGE_ROWS) + 1;
     let carry = shape.running + SPARE;

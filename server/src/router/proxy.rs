@@ -3,7 +3,7 @@
 use super::workers::{UnderWay, Worker, WorkerHealth};
 use super::{RouterState, none_ready};
 use crate::http::error::ApiError;
-use crate::http::{RequestId, collect_body};
+use crate::http::{HEADER_TIMEOUT, RequestId, collect_body};
 use axum::body::Body;
 use axum::extract::{Extension, State};
 use axum::http::uri::PathAndQuery;
@@ -25,6 +25,10 @@ pub(crate) type ProxyClient = Client<HttpConnector, Full<Bytes>>;
 /// Largest answer of a worker that the router reads itself, bytes.
 const MAX_OWN_READ: usize = 4 << 20;
 
+/// Longest time that a connection to a worker is kept for the next request: less than the worker's
+/// patience, so that a request does not meet a connection that is being closed.
+const IDLE_MAX: Duration = HEADER_TIMEOUT.checked_div(2).expect("two is not zero");
+
 /// Headers that belong to one connection and are not passed on.
 const HOP_BY_HOP: [HeaderName; 8] = [
     header::CONNECTION,
@@ -42,7 +46,7 @@ pub(super) fn client(connect_timeout: Duration) -> ProxyClient {
     let mut connector = HttpConnector::new();
     connector.set_nodelay(true);
     connector.set_connect_timeout(Some(connect_timeout));
-    Client::builder(TokioExecutor::new()).build(connector)
+    Client::builder(TokioExecutor::new()).pool_idle_timeout(IDLE_MAX).build(connector)
 }
 
 /// Asks a worker for its health.

@@ -56,8 +56,9 @@ impl Worker {
                 self.shared.clear_refusal();
                 self.peers.insert((driver, peer), Peer { address, pending: 0 });
             }
-            Upcall::PeerDown { peer, address, why } => {
-                if self.shared.draining.load(Ordering::Acquire) {
+            Upcall::PeerDown { peer, address, why, had_bye } => {
+                // One of the two leaves in good order; everything else is a loss.
+                if had_bye || self.shared.draining.load(Ordering::Acquire) {
                     tracing::info!(address, why = first_line(&why), "peer gone");
                 } else {
                     tracing::warn!(address, why = first_line(&why), "peer lost");

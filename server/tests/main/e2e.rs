@@ -26,6 +26,8 @@ mod same_answers;
 mod service;
 #[path = "e2e/sessions.rs"]
 mod sessions;
+#[path = "e2e/start_stop.rs"]
+mod start_stop;
 #[path = "e2e/tamper.rs"]
 mod tamper;
 #[path = "e2e/turns.rs"]

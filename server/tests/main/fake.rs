@@ -113,7 +113,7 @@ pub(crate) struct Server {
     pub(crate) client: Client,
     opened: UnboundedReceiver<Opened>,
     stop: Option<oneshot::Sender<()>>,
-    served: tokio::task::JoinHandle<std::io::Result<()>>,
+    served: tokio::task::JoinHandle<()>,
 }
 
 impl Server {
@@ -144,11 +144,12 @@ impl Server {
         let mut config = HttpConfig::default();
         config.aliases.push("deepseek-chat".to_owned());
         configure(&mut config);
+        let header_timeout = config.header_timeout;
         let app = router(engine.clone(), Arc::clone(&TOKENIZER), config);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = Client::new(listener.local_addr().unwrap());
         let (stop, stopped) = oneshot::channel();
-        let served = tokio::spawn(serve(listener, app, async move {
+        let served = tokio::spawn(serve(listener, app, header_timeout, async move {
             let _ = stopped.await;
         }));
         Self { engine, client, opened, stop: Some(stop), served }
@@ -176,7 +177,7 @@ impl Server {
     pub(crate) async fn finish(mut self) {
         drop(self.client);
         drop(self.stop.take());
-        self.served.await.unwrap().unwrap();
+        self.served.await.unwrap();
     }
 
     pub(crate) fn begin_shutdown(&mut self) {

@@ -316,6 +316,68 @@ async fn bodies_without_an_end_are_not_waited_for() {
 }
 
 #[tokio::test]
+async fn connections_that_send_no_request_are_closed() {
+    let server = Server::with(|config| config.header_timeout = Duration::from_millis(200)).await;
+    // Each of these reads until the server closes, and would wait for ever otherwise.
+    let (silent, half, kept) = tokio::join!(
+        server.client.raw(""),
+        server.client.raw("GET /health HT"),
+        server.client.raw("GET /health HTTP/1.1\r\nhost: x\r\n\r\n"),
+    );
+    assert_eq!((silent.as_str(), half.as_str()), ("", ""), "there was nothing to answer");
+    assert!(kept.starts_with("HTTP/1.1 200 "), "answered, and closed for want of a next: {kept}");
+    server.finish().await;
+}
+
+#[tokio::test]
+async fn a_request_that_runs_is_not_cut_off_by_the_wait_for_heads() {
+    let mut server = Server::with(|config| {
+        config.header_timeout = Duration::from_millis(200);
+        config.keep_alive = Duration::from_millis(200);
+    })
+    .await;
+    server.plan(Plan::Manual);
+    let request = with(chat(), &json!({"stream": true}));
+    let client = server.client.clone();
+    let asking = tokio::spawn(async move { client.stream(CHAT, &request).await });
+    let open = server.open().await;
+    open.events.send(token(small_tokens("a")[0])).unwrap();
+    let mut stream = asking.await.unwrap();
+    // Several times longer than a head may take, told by the comments of the stream itself.
+    let mut comments = 0;
+    while comments < 3 {
+        comments += usize::from(stream.frame().await.unwrap().starts_with(':'));
+    }
+    open.events.send(output(&[], FinishReason::Stop).pop().unwrap()).unwrap();
+    assert_eq!(stream.events().await.last().unwrap(), "[DONE]");
+    server.finish().await;
+}
+
+#[tokio::test]
+async fn paths_that_are_no_text_get_error_objects_too() {
+    let server = Server::start().await;
+    let answer = server.client.get("/v1/models/%ff").await;
+    assert_error(&answer, 400, "invalid_value", Some("model"), "no UTF-8");
+    let answer = server.client.get("/v1/models/gpt%2d5").await;
+    assert_error(&answer, 404, "model_not_found", Some("model"), "escaped");
+    for path in ["/%ff", "/v1/models/", "/v1/models/a/b", "/v1/chat/completions/"] {
+        let answer = server.client.get(path).await;
+        assert_error(&answer, 404, "not_found", None, path);
+    }
+    for (method, path) in [
+        (Method::DELETE, "/v1/models/dsv4-mini"),
+        (Method::PUT, CHAT),
+        (Method::OPTIONS, COMPLETIONS),
+        (Method::POST, "/health"),
+        (Method::PATCH, "/"),
+    ] {
+        let answer = server.client.ask(method, path, &[], "").await;
+        assert_error(&answer, 405, "method_not_allowed", None, path);
+    }
+    server.finish().await;
+}
+
+#[tokio::test]
 async fn refusals_of_the_engine_become_statuses() {
     let server = Server::with(|config| config.retry_after_s = 7).await;
     for (error, status, code, retry) in [

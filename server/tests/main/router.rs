@@ -7,7 +7,7 @@ use axum::extract::State;
 use axum::http::{HeaderMap, Method, Response, StatusCode};
 use axum::routing::{get, post};
 use bytes::Bytes;
-use dsv4_server::http::serve;
+use dsv4_server::http::{HEADER_TIMEOUT, serve};
 use dsv4_server::router::{ReverseProxy, RouterConfig, app};
 use futures_util::stream;
 use serde_json::{Value, json};
@@ -97,7 +97,7 @@ impl Worker {
             .with_state(Arc::clone(&state));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        tokio::spawn(serve(listener, app, std::future::pending()));
+        tokio::spawn(serve(listener, app, HEADER_TIMEOUT, std::future::pending()));
         Self { state, address, opened }
     }
 
@@ -131,7 +131,7 @@ impl Front {
         let proxy = ReverseProxy::new(config).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = Client::new(listener.local_addr().unwrap());
-        tokio::spawn(serve(listener, proxy.app(), std::future::pending()));
+        tokio::spawn(serve(listener, proxy.app(), HEADER_TIMEOUT, std::future::pending()));
         proxy.check_workers().await;
         Self { proxy, client }
     }
@@ -414,7 +414,7 @@ async fn health_is_checked_in_the_background() {
     let router = app(config).unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let client = Client::new(listener.local_addr().unwrap());
-    let served = tokio::spawn(serve(listener, router, std::future::pending()));
+    let served = tokio::spawn(serve(listener, router, HEADER_TIMEOUT, std::future::pending()));
     while client.get("/health").await.status != 200 {}
     a.set_health(StatusCode::SERVICE_UNAVAILABLE);
     while client.get("/health").await.status == 200 {}

@@ -48,6 +48,25 @@ async fn bare_start_serves_the_mini_model_and_says_where() {
     assert_eq!(health.status, 200, "{}", health.text());
     let metrics = Metrics::of(url).await;
     assert_eq!(metrics.sum("dsv4:handoffs_total", &["decode"]), 1.0);
+    // The headline figures of the page are numbers that the process has.
+    let stats = get(&format!("{url}/stats.json")).await.expect("an answer").ok();
+    assert_eq!(stats["http"]["prompt_tokens"], answer["usage"]["prompt_tokens"]);
+    let reported: Vec<&str> = stats["metrics"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|metric| metric["name"].as_str().expect("a name"))
+        .collect();
+    let named = page.text();
+    let named = named.split('"').filter(|word| {
+        (word.starts_with("dsv4:") || word.starts_with("sglang:")) && !word.ends_with(':')
+    });
+    let mut figures = 0;
+    for name in named {
+        assert!(reported.contains(&name), "the page shows {name}, and nobody counts it");
+        figures += 1;
+    }
+    assert!(figures >= 6, "{figures} headline figures");
 }
 
 #[tokio::test]
@@ -221,7 +240,16 @@ fn start_that_cannot_work_ends_with_one_clear_line() {
     let port = taken.local_addr().expect("its address").port();
     let model = format!("--model-path {MODEL}");
     for (flags, says) in [
-        (format!("{model} --port {port}"), format!("127.0.0.1:{port}")),
+        (format!("{model} --port {port}"), format!("127.0.0.1:{port} is in use")),
+        // What is wrong with the flags comes before what is wrong with the port.
+        (format!("{model} --port {port} --context-length 99999999"), "--context-length".to_owned()),
+        (format!("{model} --port {port} --kv-memory-mib 1"), "--kv-memory-mib".to_owned()),
+        (
+            format!(
+                "{model} --port 0 --disaggregation-mode prefill --disaggregation-bootstrap-port {port}"
+            ),
+            "another --disaggregation-bootstrap-port".to_owned(),
+        ),
         ("--port 0 --model-path /nowhere/at/all".to_owned(), "/nowhere/at/all".to_owned()),
         (
             format!("{model} --port 0 --disaggregation-mode decode"),
@@ -231,8 +259,8 @@ fn start_that_cannot_work_ends_with_one_clear_line() {
         (format!("{model} --port 0 --kv-memory-mib 1"), "--kv-memory-mib".to_owned()),
         ("--index-k-dtype fp5".to_owned(), "--index-k-dtype".to_owned()),
         ("--no-such-flag".to_owned(), "--no-such-flag".to_owned()),
-        (format!("router --worker http://127.0.0.1:1 --port {port}"), format!("127.0.0.1:{port}")),
-        ("router --worker nonsense --port 0".to_owned(), "nonsense".to_owned()),
+        (format!("router --worker http://127.0.0.1:1 --port {port}"), "another --port".to_owned()),
+        (format!("router --worker nonsense --port {port}"), "nonsense".to_owned()),
     ] {
         let mut process = Process::spawn(&args(&flags));
         let status = process.wait_exit();
@@ -242,5 +270,6 @@ fn start_that_cannot_work_ends_with_one_clear_line() {
             log.lines().filter(|line| line.starts_with("error: ")).collect();
         assert_eq!(complaints.len(), 1, "{flags}: {log}");
         assert!(complaints[0].contains(&says), "{flags}: {log}");
+        assert!(complaints[0].matches(" in use").count() <= 1, "{flags}: {log}");
     }
 }

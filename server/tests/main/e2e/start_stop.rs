@@ -1,0 +1,105 @@
+//! What two processes say when one of them leaves, and what is in the way when one starts.
+
+use super::client::{Metrics, complete, eventually, healthy};
+use super::cluster::{MODEL, Pair, Process, Server};
+use super::prompts::prompt;
+use std::os::unix::fs::FileTypeExt as _;
+use std::path::{Path, PathBuf};
+
+async fn peers(url: &str) -> f64 {
+    Metrics::of(url).await.sum("dsv4:peers", &[])
+}
+
+#[tokio::test]
+async fn a_clean_stop_is_no_warning_on_either_side() {
+    for backend in ["shm", "tcp"] {
+        let mut pair = Pair::start(backend, "");
+        healthy(&pair.decode.url).await;
+        complete(&pair.decode.url, &prompt(40), 2).await;
+        pair.prefill.process.terminate();
+        assert!(pair.prefill.process.wait_exit().success());
+        let decode = &mut pair.decode;
+        eventually("the peer is gone", async || (peers(&decode.url).await == 0.0).then_some(()))
+            .await;
+        decode.process.terminate();
+        assert!(decode.process.wait_exit().success());
+        for log in [pair.prefill.process.log_text(), decode.process.log_text()] {
+            assert!(!log.contains(" WARN "), "{backend}: {log}");
+            assert!(log.contains("peer gone"), "{backend}: {log}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_killed_peer_is_a_warning() {
+    let mut pair = Pair::start("tcp", "");
+    healthy(&pair.decode.url).await;
+    pair.prefill.process.kill();
+    let decode = &mut pair.decode;
+    eventually("the peer is gone", async || (peers(&decode.url).await == 0.0).then_some(())).await;
+    decode.process.terminate();
+    assert!(decode.process.wait_exit().success());
+    let log = decode.process.log_text();
+    assert!(log.lines().any(|line| line.contains(" WARN ") && line.contains("peer lost")), "{log}");
+}
+
+/// A file of this test, removed at its end.
+struct File(PathBuf);
+
+impl Drop for File {
+    fn drop(&mut self) {
+        // A test that failed early may not have made it.
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// Where a prefill worker with this bootstrap port listens for decode workers of its host.
+fn socket_of(port: &str) -> PathBuf {
+    let uid = rustix::process::getuid().as_raw();
+    std::env::temp_dir().join(format!("dsv4-pd-{uid}-{port}.sock"))
+}
+
+fn is_socket(path: &Path) -> bool {
+    std::fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dead_socket_is_replaced_and_a_foreign_file_leaves_tcp() {
+    let flags = "--disaggregation-transfer-backend auto";
+    let mut prefill = Server::worker("prefill", flags);
+    let bootstrap = prefill.bootstrap.clone().expect("a prefill worker has one");
+    let port = bootstrap.rsplit_once(':').expect("HOST:PORT").1.to_owned();
+    let file = File(socket_of(&port));
+    let path = file.0.to_str().expect("a path in UTF-8");
+    prefill.process.kill();
+    assert!(is_socket(&file.0), "a killed process leaves its socket");
+    tokio::task::block_in_place(|| prefill.restart());
+    assert!(is_socket(&file.0) && !prefill.process.log_text().contains(" WARN "));
+
+    prefill.process.kill();
+    std::fs::remove_file(&file.0).expect("remove a socket");
+    std::fs::write(&file.0, "mine").expect("write a file");
+    tokio::task::block_in_place(|| prefill.restart());
+    let decode = Server::decode_of(&prefill, flags);
+    healthy(&decode.url).await;
+    complete(&decode.url, &prompt(40), 2).await;
+    let handoffs = Metrics::of(&decode.url).await.sum("dsv4:handoffs_total", &["decode"]);
+    assert_eq!(handoffs, 1.0, "pages go over TCP");
+    for log in [prefill.process.log_text(), decode.process.log_text()] {
+        assert!(log.lines().any(|line| line.contains(" WARN ") && line.contains(path)), "{log}");
+    }
+
+    prefill.process.kill();
+    let command = format!(
+        "--port 0 --disaggregation-mode prefill --disaggregation-transfer-backend shm \
+         --disaggregation-bootstrap-port {port} --kv-memory-mib 192 --context-length 16384 \
+         --model-path {MODEL}"
+    );
+    let args: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
+    let mut shm = Process::spawn(&args);
+    assert!(!shm.wait_exit().success(), "it has nowhere to listen");
+    let log = shm.log_text();
+    let complaint = log.lines().find(|line| line.starts_with("error: ")).expect("a last word");
+    assert!(complaint.contains(path) && complaint.contains("no socket"), "{complaint}");
+    assert_eq!(std::fs::read_to_string(&file.0).expect("it is still there"), "mine");
+}
