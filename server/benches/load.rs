@@ -106,6 +106,7 @@ async fn run(plan: &Plan, index_keys: &str) -> Row {
         println!("{index_keys}: session {done} of {}, {:?}", plan.sessions, start.elapsed());
     }
     let seconds = start.elapsed().as_secs_f64();
+    println!("{index_keys}: {tally:?}");
     assert_all_given_back(&[&unified.url, &pair.decode.url, &pair.prefill.url]).await;
     if tally.different == 0 {
         assert_all_pages_checked(&pair.prefill.url, &pair.decode.url).await;
