@@ -4,7 +4,8 @@ use crate::counters::Counters;
 use crate::id::Time;
 use crate::states::{LinkEvent, LinkState};
 use crate::wire::{
-    self, EncodeError, Hello, Incarnation, Message, PROTO_VERSION, RefuseReason, decode,
+    self, DecodeError, EncodeError, Hello, Incarnation, Message, PROTO_VERSION, RefuseReason,
+    decode,
 };
 use alloc::collections::VecDeque;
 use alloc::format;
@@ -143,6 +144,8 @@ pub struct Link {
     own: Hello,
     side: Side,
     state: LinkState,
+    /// What to say to a hello that fits, if there is no room for the link.
+    full: Option<String>,
     peer: Option<Incarnation>,
     peer_max_bytes: u32,
     next_seq: u64,
@@ -168,6 +171,7 @@ impl Link {
             own,
             side,
             state,
+            full: None,
             peer: None,
             peer_max_bytes: wire::MAX_MESSAGE_BYTES as u32,
             next_seq: 0,
@@ -183,6 +187,13 @@ impl Link {
             link.say_hello();
         }
         link
+    }
+
+    /// A link that a peer opened and for which there is no room: it answers any hello with
+    /// [`RefuseReason::Busy`] and `text`.
+    #[must_use]
+    pub fn full(now: Time, config: LinkConfig, own: Hello, text: String) -> Self {
+        Self { full: Some(text), ..Self::new(now, config, own, Side::Acceptor) }
     }
 
     /// The state.
@@ -229,6 +240,9 @@ impl Link {
         }
         let envelope = match decode(bytes) {
             Ok(envelope) => envelope,
+            Err(DecodeError::Version(theirs)) if self.state != LinkState::Up => {
+                return self.other_version(theirs);
+            }
             Err(error) => return self.malformed(error.to_string()),
         };
         if self.peer.is_some_and(|peer| peer != envelope.incarnation) {
@@ -348,7 +362,8 @@ impl Link {
             return self.malformed("hello names another incarnation".to_string());
         }
         let was = self.state;
-        if let Some((reason, text)) = misfit(&self.own, &hello) {
+        let full = || self.full.clone().map(|text| (RefuseReason::Busy, text));
+        if let Some((reason, text)) = misfit(&self.own, &hello).or_else(full) {
             if self.moves(LinkEvent::Misfit) {
                 self.refuse(was, reason, text);
             }
@@ -384,6 +399,15 @@ impl Link {
                 self.counters.links_malformed += 1;
                 self.close(CloseReason::Malformed("answer without a hello".to_string()));
             }
+        }
+    }
+
+    /// The peer's first words are in another version. What they say can't be read, but the start
+    /// of a header is the same in every version, and so is how to say no.
+    fn other_version(&mut self, theirs: u32) {
+        let was = self.state;
+        if self.moves(LinkEvent::Misfit) {
+            self.refuse(was, RefuseReason::Protocol, versions_differ(theirs));
         }
     }
 
@@ -457,11 +481,14 @@ impl Link {
     }
 }
 
+fn versions_differ(theirs: u32) -> String {
+    format!("protocol versions differ: {PROTO_VERSION} here, {theirs} at the peer")
+}
+
 /// Whether two nodes must not talk, and the text that both sides show.
 fn misfit(own: &Hello, peer: &Hello) -> Option<(RefuseReason, String)> {
-    if peer.proto != own.proto || peer.proto != PROTO_VERSION {
-        let text = format!("protocol versions differ: {} and {}", own.proto, peer.proto);
-        return Some((RefuseReason::Protocol, text));
+    if peer.proto != PROTO_VERSION {
+        return Some((RefuseReason::Protocol, versions_differ(peer.proto)));
     }
     if peer.incarnation == own.incarnation {
         return Some((RefuseReason::SelfLink, format!("{} is this node", peer.incarnation)));
