@@ -279,6 +279,7 @@ impl Endpoint {
         let open = self.peers.values().filter(|entry| !entry.is_extra).count();
         let extra = self.peers.len() - open;
         let is_full = open >= self.config.peers_max;
+        // PD-L6
         if is_full && (side == Side::Connector || extra >= REFUSING_MAX) {
             let text = format!("{open} links are open, at most {}", self.config.peers_max);
             let reason = RefuseReason::Busy;
@@ -288,7 +289,12 @@ impl Endpoint {
         }
         let (config, hello) = (self.config.link, self.config.hello.clone());
         let link = if is_full {
-            Link::full(now, config, hello, format!("the peer has {open} links, no more fit"))
+            Link::full(
+                now,
+                config,
+                hello,
+                format!("the refusing side has {open} links, no more fit"),
+            )
         } else {
             Link::new(now, config, hello, side)
         };
@@ -429,6 +435,7 @@ impl Endpoint {
     }
 
     /// Says `Bye` on every link.
+    // PD-L15
     pub fn say_bye(&mut self) {
         let incarnation = self.config.hello.incarnation;
         let peers: Vec<PeerId> = self.peers.keys().copied().collect();
@@ -489,6 +496,7 @@ impl Endpoint {
         if let Some(receiver) = &mut self.receiver
             && hello.role.sends()
         {
+            // PD-L16
             receiver.peer_up(peer, hello.limits, &hello.regions);
         }
         if let Some(sender) = &mut self.sender
@@ -529,6 +537,7 @@ impl Endpoint {
                         && let Some(sender) = &mut self.sender
                     {
                         // A second failure means that the attempt ended; nothing is left to say.
+                        // PD-S17
                         let _ = sender.reject(now, attempt, crate::wire::code::INTERNAL, &text);
                     }
                 }

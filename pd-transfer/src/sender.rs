@@ -235,6 +235,7 @@ impl Sender {
         let lost: Vec<AttemptId> = self
             .attempts
             .iter()
+            // PD-S12 PD-F6
             .filter_map(|(id, attempt)| (attempt.peer == peer).then_some(*id))
             .collect();
         for id in lost {
@@ -299,15 +300,18 @@ impl Sender {
         let Some(open) = self.attempts.get_mut(&attempt) else {
             return Err(OfferError::Ended(attempt));
         };
+        // PD-S7 PD-G6
         let Some(state) = open.state.after(SenderEvent::Ready) else {
             return Err(OfferError::Ended(attempt));
         };
         let wanted = open.keys.len() + items.len();
+        // PD-S5
         if wanted > limit {
             return Err(OfferError::TooManyItems { attempt, wanted, limit });
         }
         let mut fresh = BTreeSet::new();
         for item in &items {
+            // PD-S4
             let count = item.extents.len();
             if count == 0 || count > MAX_EXTENTS || item.extents.iter().any(|e| e.len == 0) {
                 return Err(OfferError::BadExtents { attempt, key: item.key, count });
@@ -351,6 +355,7 @@ impl Sender {
         if record.payload.len() > MAX_PAYLOAD_BYTES {
             return Err(OfferError::Payload { attempt, bytes: record.payload.len() });
         }
+        // PD-S6
         let pages = open.offers.iter().flatten().map(|item| (item.key, item.identity, item.tag));
         if record.items as usize != open.keys.len()
             || record.bytes != open.bytes
@@ -390,6 +395,7 @@ impl Sender {
         let Some(open) = self.attempts.get_mut(&attempt) else {
             return Err(OfferError::Ended(attempt));
         };
+        // PD-F7
         let Some(state) = open.state.after(SenderEvent::Reject) else {
             return Err(OfferError::Ended(attempt));
         };
@@ -404,6 +410,7 @@ impl Sender {
     }
 
     /// Raises the alarms that are due; early calls do nothing.
+    // PD-S11
     pub fn handle_timeout(&mut self, now: Time) {
         for (id, open) in &mut self.attempts {
             if open.alarm_at <= now {
@@ -435,6 +442,7 @@ impl Sender {
     ) {
         let request_hash = hash_request(&request);
         if let Some(open) = self.attempts.get(&attempt) {
+            // PD-S1
             if open.peer == peer && open.request_hash == request_hash && open.have == have {
                 // Said again because our answer was lost.
                 self.counters.dropped_duplicate += 1;
@@ -442,6 +450,7 @@ impl Sender {
             }
             return self.refuse(peer, attempt, code::DUPLICATE, "attempt id is in use");
         }
+        // PD-S2
         if self.ended.contains(&attempt) {
             return self.refuse(peer, attempt, code::DUPLICATE, "attempt id was used before");
         }
@@ -449,6 +458,7 @@ impl Sender {
             self.counters.dropped_late += 1;
             return;
         }
+        // PD-S3
         if request.len() > self.config.request_bytes_max {
             let limit = self.config.request_bytes_max;
             let text = format!("request of {} bytes, at most {limit}", request.len());
@@ -480,6 +490,7 @@ impl Sender {
         if self.attempts.get(&attempt).is_some_and(|open| open.peer == peer) {
             self.repeat(peer, attempt, next);
         } else {
+            // PD-S9
             self.refuse(peer, attempt, code::UNKNOWN, "attempt is not known");
         }
     }
@@ -488,6 +499,7 @@ impl Sender {
     fn repeat(&mut self, peer: PeerId, attempt: AttemptId, next: u32) {
         let Some(open) = self.attempts.get(&attempt) else { return };
         self.outputs.push_back(SenderOutput::Send { peer, message: Message::Accepted { attempt } });
+        // PD-S8
         for (seq, items) in (0_u32..).zip(&open.offers).skip(next as usize) {
             let message = Message::Ready { attempt, seq, items: items.clone() };
             self.outputs.push_back(SenderOutput::Send { peer, message });
@@ -509,6 +521,7 @@ impl Sender {
         match self.attempts.get_mut(&attempt) {
             Some(open) if open.peer == peer => {
                 let was = open.state;
+                // PD-S14
                 let Some(state) = was.after(SenderEvent::Cancel) else {
                     self.counters.dropped_late += 1;
                     return;
@@ -524,6 +537,7 @@ impl Sender {
                 }
             }
             Some(_) => self.counters.dropped_late += 1,
+            // PD-S15
             // The `Want` may still be on its way; it must not open the attempt.
             None => self.remember(attempt),
         }
@@ -534,15 +548,14 @@ impl Sender {
             Some(open) if open.peer == peer => {
                 self.end(attempt, SenderEvent::Ended, Proof::PeerAcknowledged);
             }
-            Some(_) => {
-                self.counters.dropped_late += 1;
-                return;
-            }
+            // Somebody else's; the peer is told all the same, or it would go on saying it.
+            Some(_) => self.counters.dropped_late += 1,
             None => {
                 self.counters.dropped_duplicate += 1;
                 self.remember(attempt);
             }
         }
+        // PD-S16
         self.send(peer, Message::Closed { attempt });
     }
 
@@ -557,6 +570,7 @@ impl Sender {
         if open.state == SenderState::Computing {
             self.outputs.push_back(SenderOutput::Cancelled { attempt });
         }
+        // PD-S10 PD-S13
         self.outputs.push_back(SenderOutput::Release { attempt, proof });
         self.remember(attempt);
     }

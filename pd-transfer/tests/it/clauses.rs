@@ -169,30 +169,31 @@ fn endpoint(hello: Hello, peers_max: usize) -> Endpoint {
 /// Carries messages between the ends of one link until both are silent. Returns the news and the
 /// cuts of both; everything of other links is dropped.
 fn talk(a: &mut Endpoint, at_a: PeerId, b: &mut Endpoint, at_b: PeerId) -> [Vec<Action>; 2] {
-    let mut rest = [Vec::new(), Vec::new()];
-    loop {
-        let mut is_silent = true;
-        for side in 0..2 {
-            let (from, to, name, arrives) = if side == 0 {
-                (&mut *a, &mut *b, at_a, at_b)
-            } else {
-                (&mut *b, &mut *a, at_b, at_a)
-            };
-            while let Some(action) = from.poll_action() {
-                is_silent = false;
-                match action {
-                    Action::Transmit { peer, bytes } if peer == name => {
-                        to.handle_bytes(Time(1), arrives, &bytes);
-                    }
-                    Action::Transmit { .. } => {}
-                    other => rest[side].push(other),
-                }
+    let (mut rest_a, mut rest_b) = (Vec::new(), Vec::new());
+    while carry(a, at_a, b, at_b, &mut rest_a) | carry(b, at_b, a, at_a, &mut rest_b) {}
+    [rest_a, rest_b]
+}
+
+/// One direction; false if there was nothing to do.
+fn carry(
+    from: &mut Endpoint,
+    name: PeerId,
+    to: &mut Endpoint,
+    arrives: PeerId,
+    rest: &mut Vec<Action>,
+) -> bool {
+    let mut is_busy = false;
+    while let Some(action) = from.poll_action() {
+        is_busy = true;
+        match action {
+            Action::Transmit { peer, bytes } if peer == name => {
+                to.handle_bytes(Time(1), arrives, &bytes);
             }
-        }
-        if is_silent {
-            return rest;
+            Action::Transmit { .. } => {}
+            other => rest.push(other),
         }
     }
+    is_busy
 }
 
 fn join(decode: &mut Endpoint, prefill: &mut Endpoint, at_prefill: PeerId) -> [Vec<Action>; 2] {
