@@ -160,6 +160,9 @@ fn the_record_must_describe_what_was_offered() {
     let short = FinalRecord::new([0; 16], &items[..1], Vec::new());
     let result = sender.finish(Time(0), ID, short);
     assert!(matches!(result, Err(OfferError::Record { .. })), "{result:?}");
+    let other = FinalRecord::new([0; 16], &[item(1), item(3)], Vec::new());
+    let result = sender.finish(Time(0), ID, other);
+    assert!(matches!(result, Err(OfferError::Record { .. })), "{result:?}");
     let large = FinalRecord::new([0; 16], &items, vec![0; MAX_PAYLOAD_BYTES + 1]);
     let result = sender.finish(Time(0), ID, large);
     assert!(matches!(result, Err(OfferError::Payload { .. })), "{result:?}");

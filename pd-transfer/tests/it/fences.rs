@@ -119,6 +119,8 @@ fn greet(path: &std::path::Path, fd: BorrowedFd<'_>, len: u64) -> UnixStream {
     let socket = UnixStream::connect(path).unwrap();
     let mut bytes = b"PDSHM\0\0\x01\x01\0\0\0".to_vec();
     bytes.extend_from_slice(&len.to_le_bytes());
+    // Whoever is taken by mistake is not hung up on.
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let fds = [fd];
