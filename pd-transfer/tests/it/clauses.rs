@@ -552,8 +552,9 @@ fn only_the_link_of_an_attempt_moves_it() {
 #[test]
 fn a_page_that_was_not_checked_completes_nothing() {
     let (mut receiver, gets) = pulling(ReceiverConfig::default(), 1);
+    // The number of the get is not that of the check, neither before its end nor after.
+    receiver.handle_verified(Time(2), gets[0].op, true);
     receiver.handle_got(Time(2), gets[0].op, GetOutcome::Done);
-    // The number of the get is not that of the check.
     receiver.handle_verified(Time(3), gets[0].op, true);
     let record = FinalRecord::new([5; 16], &[item(0)], vec![7]);
     let hash = record.hash().unwrap();
