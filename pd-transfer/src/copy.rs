@@ -83,6 +83,7 @@ pub fn guarded_copy(
 ) -> Result<Copied, OutOfRange> {
     get.source.iter().try_for_each(|extent| check(source, extent))?;
     get.target.iter().try_for_each(|extent| check(target, extent))?;
+    // PD-T4
     check_guard(guards, &get.guard)?;
     if !guard_holds(guards, &get.guard) {
         return Ok(Copied::Stale);
@@ -96,6 +97,7 @@ pub fn guarded_copy(
         // a get from a process to itself may have.
         unsafe { address(source, from.offset).copy_to(address(target, to.offset), bytes) };
     }
+    // PD-T3
     fence(Ordering::Acquire);
     Ok(if guard_holds(guards, &get.guard) { Copied::Done } else { Copied::Stale })
 }
@@ -119,6 +121,7 @@ pub fn guarded_read(
     for extent in extents {
         read(source, extent, out)?;
     }
+    // PD-T3
     fence(Ordering::Acquire);
     Ok(if guard_holds(guards, guard) { Copied::Done } else { Copied::Stale })
 }
@@ -175,6 +178,7 @@ pub fn set_guard(region: &dyn RegionOwner, offset: u64, value: u64) -> Result<()
     let word = address(region, offset).cast::<u64>();
     // SAFETY: as in `guard_holds`.
     let word = unsafe { AtomicU64::from_ptr(word) };
+    // PD-G1
     word.store(value, Ordering::Release);
     // Writes of the next owner of the page must not become visible before the word.
     fence(Ordering::SeqCst);
@@ -199,6 +203,7 @@ mod tests {
         }
     }
 
+    // PD-T3 PD-G1
     #[test]
     fn bytes_move_only_under_the_right_guard() {
         let (source, target) = (HeapRegion::new(64), HeapRegion::new(64));
@@ -213,6 +218,7 @@ mod tests {
         assert_eq!(bytes, b"\0abcdef\0");
     }
 
+    // PD-T4
     #[test]
     fn nothing_outside_a_region_is_touched() {
         let (source, target) = (HeapRegion::new(64), HeapRegion::new(64));

@@ -14,7 +14,9 @@ use crate::receiver::{
 };
 use crate::sender::{OfferError, Proof, Sender, SenderConfig, SenderOutput};
 use crate::states::LinkState;
-use crate::wire::{AttemptId, FinalRecord, Hello, Incarnation, Item, Key, Limits, Message, Role};
+use crate::wire::{
+    AttemptId, FinalRecord, Hello, Incarnation, Item, Key, Limits, Message, RefuseReason, Role,
+};
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -31,7 +33,7 @@ pub struct EndpointConfig {
     pub sender: SenderConfig,
     /// Bounds of the decode side.
     pub receiver: ReceiverConfig,
-    /// Most links; one more is cut at once.
+    /// Most links; one more is refused with [`RefuseReason::Busy`].
     pub peers_max: usize,
 }
 
@@ -136,7 +138,9 @@ pub enum Upcall {
     Refused {
         /// Where the peer is.
         address: String,
-        /// Why; for a layout it holds both descriptions.
+        /// Why.
+        reason: RefuseReason,
+        /// For people; for a layout it holds both descriptions, for a protocol both versions.
         text: String,
     },
     /// Worth a line in a log.
@@ -171,11 +175,16 @@ pub enum Action {
     Upcall(Upcall),
 }
 
+/// Links beyond the limit that are kept for the moment that a refusal takes; more are cut.
+const REFUSING_MAX: usize = 16;
+
 #[derive(Clone, Debug)]
 struct PeerEntry {
     link: Link,
     address: String,
     is_up: bool,
+    /// Only here to be refused: there is no room for it.
+    is_extra: bool,
     hello: Option<Hello>,
     close: Option<CloseReason>,
 }
@@ -267,14 +276,35 @@ impl Endpoint {
 
     /// The transport has a new link.
     pub fn handle_peer_up(&mut self, now: Time, peer: PeerId, address: String, side: Side) {
-        if self.peers.len() >= self.config.peers_max || self.peers.contains_key(&peer) {
-            let text = format!("{address}: {} links are open, cut", self.peers.len());
-            self.upcall(Upcall::Event(text));
+        if self.peers.contains_key(&peer) {
+            self.upcall(Upcall::Event(format!("{address}: {peer} names two links, cut")));
             self.actions.push_back(Action::Cut { peer });
             return;
         }
-        let link = Link::new(now, self.config.link, self.config.hello.clone(), side);
-        let entry = PeerEntry { link, address, is_up: false, hello: None, close: None };
+        let open = self.peers.values().filter(|entry| !entry.is_extra).count();
+        let extra = self.peers.len() - open;
+        let is_full = open >= self.config.peers_max;
+        // PD-L6
+        if is_full && (side == Side::Connector || extra >= REFUSING_MAX) {
+            let text = format!("{open} links are open, at most {}", self.config.peers_max);
+            let reason = RefuseReason::Busy;
+            self.upcall(Upcall::Refused { address, reason, text });
+            self.actions.push_back(Action::Cut { peer });
+            return;
+        }
+        let (config, hello) = (self.config.link, self.config.hello.clone());
+        let link = if is_full {
+            Link::full(
+                now,
+                config,
+                hello,
+                format!("the refusing side has {open} links, no more fit"),
+            )
+        } else {
+            Link::new(now, config, hello, side)
+        };
+        let is_extra = is_full;
+        let entry = PeerEntry { link, address, is_up: false, is_extra, hello: None, close: None };
         self.peers.insert(peer, entry);
         self.pump_link(now, peer);
     }
@@ -411,6 +441,7 @@ impl Endpoint {
     }
 
     /// Says `Bye` on every link.
+    // PD-L15
     pub fn say_bye(&mut self) {
         self.is_leaving = true;
         let incarnation = self.config.hello.incarnation;
@@ -447,10 +478,10 @@ impl Endpoint {
                 }
                 LinkOutput::Up(hello) => self.on_up(peer, hello),
                 LinkOutput::Deliver(message) => self.deliver(now, peer, message),
-                LinkOutput::Refused { reason: _, text } => {
+                LinkOutput::Refused { reason, text } => {
                     let address =
                         self.peers.get(&peer).map_or_else(String::new, |e| e.address.clone());
-                    self.upcall(Upcall::Refused { address, text });
+                    self.upcall(Upcall::Refused { address, reason, text });
                 }
                 LinkOutput::Close(reason) => {
                     if let Some(entry) = self.peers.get_mut(&peer) {
@@ -476,6 +507,7 @@ impl Endpoint {
         if let Some(receiver) = &mut self.receiver
             && hello.role.sends()
         {
+            // PD-L16
             receiver.peer_up(peer, hello.limits, &hello.regions);
         }
         if let Some(sender) = &mut self.sender
@@ -516,6 +548,7 @@ impl Endpoint {
                         && let Some(sender) = &mut self.sender
                     {
                         // A second failure means that the attempt ended; nothing is left to say.
+                        // PD-S17
                         let _ = sender.reject(now, attempt, crate::wire::code::INTERNAL, &text);
                     }
                 }

@@ -50,6 +50,7 @@ impl Lane {
 }
 
 /// The 64-bit checksum of an envelope: of `head`, then of `body`.
+// PD-W9
 #[must_use]
 pub fn checksum64(head: &[u8], body: &[u8]) -> u64 {
     let mut lane = Lane { state: SEED_LOW, multiplier: MUL_A };
@@ -77,6 +78,7 @@ pub fn hash128(bytes: &[u8]) -> [u8; 16] {
 #[must_use]
 pub fn manifest_hash(pages: impl IntoIterator<Item = (Key, Identity, Tag)>) -> [u8; 16] {
     let mut pages: Vec<_> = pages.into_iter().collect();
+    // PD-W10
     pages.sort_unstable();
     let mut bytes = Vec::with_capacity(pages.len() * 48);
     for (key, identity, tag) in pages {
@@ -91,6 +93,7 @@ pub fn manifest_hash(pages: impl IntoIterator<Item = (Key, Identity, Tag)>) -> [
 mod tests {
     use super::*;
 
+    // PD-W9
     #[test]
     fn vectors_are_frozen() {
         // From a second implementation of the definition above.
@@ -107,6 +110,7 @@ mod tests {
         assert_ne!(hash128(b"01234567abcdefgh"), hash128(b"abcdefgh01234567"));
     }
 
+    // PD-W9
     #[test]
     fn every_single_bit_changes_the_checksum() {
         let clean = [0x5A_u8; 100];
@@ -118,6 +122,7 @@ mod tests {
         }
     }
 
+    // PD-W10
     #[test]
     fn manifest_ignores_the_order_of_offers() {
         let page = |n: u8| (Key([n; 16]), Identity([n + 1; 16]), Tag([n + 2; 16]));

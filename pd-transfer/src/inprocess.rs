@@ -160,6 +160,7 @@ impl Node {
                 }
                 Job::Lost { peer, why } => {
                     if let Some(end) = lock(&self.ends).remove(&peer) {
+                        // PD-T7
                         // The link is closed, so no new copy begins; wait for one that runs.
                         drop(lock(&end.shared.copying[1 - end.side]));
                     }

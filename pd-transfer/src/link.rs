@@ -4,7 +4,8 @@ use crate::counters::Counters;
 use crate::id::Time;
 use crate::states::{LinkEvent, LinkState};
 use crate::wire::{
-    self, EncodeError, Hello, Incarnation, Message, PROTO_VERSION, RefuseReason, decode,
+    self, DecodeError, EncodeError, Hello, Incarnation, Message, PROTO_VERSION, RefuseReason,
+    decode,
 };
 use alloc::collections::VecDeque;
 use alloc::format;
@@ -143,6 +144,8 @@ pub struct Link {
     own: Hello,
     side: Side,
     state: LinkState,
+    /// What to say to a hello that fits, if there is no room for the link.
+    full: Option<String>,
     peer: Option<Incarnation>,
     peer_max_bytes: u32,
     next_seq: u64,
@@ -168,6 +171,7 @@ impl Link {
             own,
             side,
             state,
+            full: None,
             peer: None,
             peer_max_bytes: wire::MAX_MESSAGE_BYTES as u32,
             next_seq: 0,
@@ -183,6 +187,13 @@ impl Link {
             link.say_hello();
         }
         link
+    }
+
+    /// A link that a peer opened and for which there is no room: it answers any hello with
+    /// [`RefuseReason::Busy`] and `text`.
+    #[must_use]
+    pub fn full(now: Time, config: LinkConfig, own: Hello, text: String) -> Self {
+        Self { full: Some(text), ..Self::new(now, config, own, Side::Acceptor) }
     }
 
     /// The state.
@@ -213,6 +224,7 @@ impl Link {
             return Ok(None);
         }
         let bytes = wire::encode(self.own.incarnation, self.next_seq, message)?;
+        // PD-W7
         if bytes.len() > self.peer_max_bytes as usize {
             let limit = self.peer_max_bytes as usize;
             return Err(EncodeError::Peer { kind: message.name(), bytes: bytes.len(), limit });
@@ -229,12 +241,19 @@ impl Link {
         }
         let envelope = match decode(bytes) {
             Ok(envelope) => envelope,
+            // PD-L2
+            Err(DecodeError::Version(theirs)) if self.state != LinkState::Up => {
+                return self.other_version(theirs);
+            }
+            // PD-L13
             Err(error) => return self.malformed(error.to_string()),
         };
+        // PD-L8
         if self.peer.is_some_and(|peer| peer != envelope.incarnation) {
             self.counters.dropped_foreign += 1;
             return;
         }
+        // PD-L10 PD-L11
         if !self.window.accept(envelope.seq) {
             self.counters.dropped_duplicate += 1;
             return;
@@ -247,6 +266,7 @@ impl Link {
     pub fn handle_timeout(&mut self, now: Time) {
         match self.state {
             LinkState::Greeting | LinkState::Listening | LinkState::Refusing => {
+                // PD-L7
                 if now.since(self.opened) >= self.config.handshake_us {
                     if self.moves(LinkEvent::Silence) {
                         self.close(CloseReason::Handshake(self.config.handshake_us));
@@ -259,6 +279,7 @@ impl Link {
                 }
             }
             LinkState::Up => {
+                // PD-L12
                 if now.since(self.heard) >= self.config.suspect_after_us {
                     if self.moves(LinkEvent::Silence) {
                         self.counters.links_suspect += 1;
@@ -313,6 +334,7 @@ impl Link {
                 }
             }
             Message::Bye { .. } => {
+                // PD-L15
                 if self.moves(LinkEvent::Bye) {
                     self.close(CloseReason::Bye);
                 }
@@ -336,6 +358,7 @@ impl Link {
             | Message::Done { .. }
             | Message::Failed { .. }
             | Message::Closed { .. } => {
+                // PD-L1
                 if self.moves(LinkEvent::Message) {
                     self.outputs.push_back(LinkOutput::Deliver(message));
                 }
@@ -344,11 +367,14 @@ impl Link {
     }
 
     fn on_hello(&mut self, incarnation: Incarnation, hello: Hello) {
+        // PD-L9
         if hello.incarnation != incarnation {
             return self.malformed("hello names another incarnation".to_string());
         }
         let was = self.state;
-        if let Some((reason, text)) = misfit(&self.own, &hello) {
+        // PD-L6
+        let full = || self.full.clone().map(|text| (RefuseReason::Busy, text));
+        if let Some((reason, text)) = misfit(&self.own, &hello).or_else(full) {
             if self.moves(LinkEvent::Misfit) {
                 self.refuse(was, reason, text);
             }
@@ -358,6 +384,7 @@ impl Link {
                     self.agree(hello);
                     self.transmit_hello_ack();
                 }
+                // PD-L14
                 // Our answer was lost.
                 LinkState::Up => self.transmit_hello_ack(),
                 LinkState::Greeting | LinkState::Refusing | LinkState::Closed => {
@@ -369,6 +396,7 @@ impl Link {
     }
 
     fn on_hello_ack(&mut self, incarnation: Incarnation, hello: Hello) {
+        // PD-L9
         if hello.incarnation != incarnation {
             return self.malformed("hello names another incarnation".to_string());
         }
@@ -384,6 +412,16 @@ impl Link {
                 self.counters.links_malformed += 1;
                 self.close(CloseReason::Malformed("answer without a hello".to_string()));
             }
+        }
+    }
+
+    /// The peer's first words are in another version. What they say can't be read, but the start
+    /// of a header is the same in every version, and so is how to say no.
+    fn other_version(&mut self, theirs: u32) {
+        let was = self.state;
+        if self.moves(LinkEvent::Misfit) {
+            let text = versions_differ(self.own.proto, theirs);
+            self.refuse(was, RefuseReason::Protocol, text);
         }
     }
 
@@ -418,6 +456,7 @@ impl Link {
     }
 
     /// Moves by the table; false if the event is late.
+    // PD-F8
     fn moves(&mut self, event: LinkEvent) -> bool {
         match self.state.after(event) {
             Some(state) => {
@@ -457,15 +496,20 @@ impl Link {
     }
 }
 
+fn versions_differ(own: u32, theirs: u32) -> String {
+    format!("protocol versions differ: the refusing side has {own}, the other {theirs}")
+}
+
 /// Whether two nodes must not talk, and the text that both sides show.
 fn misfit(own: &Hello, peer: &Hello) -> Option<(RefuseReason, String)> {
     if peer.proto != own.proto || peer.proto != PROTO_VERSION {
-        let text = format!("protocol versions differ: {} and {}", own.proto, peer.proto);
-        return Some((RefuseReason::Protocol, text));
+        return Some((RefuseReason::Protocol, versions_differ(own.proto, peer.proto)));
     }
+    // PD-L5
     if peer.incarnation == own.incarnation {
         return Some((RefuseReason::SelfLink, format!("{} is this node", peer.incarnation)));
     }
+    // PD-L3
     if peer.fingerprint != own.fingerprint {
         let text = format!(
             "page layouts differ\n{:?} {}: {}\n{:?} {}: {}",
@@ -473,6 +517,7 @@ fn misfit(own: &Hello, peer: &Hello) -> Option<(RefuseReason, String)> {
         );
         return Some((RefuseReason::Layout, text));
     }
+    // PD-L4
     if !own.role.fits(peer.role) {
         let text = format!("roles {:?} and {:?} have nothing to hand over", own.role, peer.role);
         return Some((RefuseReason::Role, text));

@@ -59,6 +59,7 @@ fn both_sides_learn_who_the_other_is() {
     assert_eq!(take(&mut a), [LinkOutput::Up(hello(2, Role::Prefill))]);
 }
 
+// PD-L3 PD-L4 PD-L5 PD-L7
 #[test]
 fn misfits_are_refused_and_both_know_why() {
     let base = hello(2, Role::Prefill);
@@ -94,6 +95,7 @@ fn misfits_are_refused_and_both_know_why() {
     }
 }
 
+// PD-L8 PD-L10
 #[test]
 fn duplicates_and_foreign_messages_are_dropped_and_counted() {
     let (mut a, mut b) = up();
@@ -108,6 +110,7 @@ fn duplicates_and_foreign_messages_are_dropped_and_counted() {
     assert_eq!(b.counters().dropped_foreign, 1);
 }
 
+// PD-L10 PD-L11
 #[test]
 fn order_does_not_matter_within_the_window() {
     let (mut a, mut b) = up();
@@ -123,6 +126,7 @@ fn order_does_not_matter_within_the_window() {
     assert_eq!(take(&mut b), []);
 }
 
+// PD-L12
 #[test]
 fn a_silent_peer_is_asked_then_suspect() {
     let (mut a, mut b) = up();
@@ -141,6 +145,7 @@ fn a_silent_peer_is_asked_then_suspect() {
     assert_eq!(a.seal(&want()).unwrap(), None);
 }
 
+// PD-L13
 #[test]
 fn nonsense_closes_the_link() {
     let (mut a, _) = up();
@@ -150,6 +155,7 @@ fn nonsense_closes_the_link() {
     assert_eq!(take(&mut a), []);
 }
 
+// PD-L14
 #[test]
 fn a_lost_answer_is_given_again() {
     let (mut a, mut b) = pair(hello(1, Role::Decode), hello(2, Role::Prefill));
@@ -161,6 +167,7 @@ fn a_lost_answer_is_given_again() {
     assert_eq!(take(&mut a), [LinkOutput::Up(hello(2, Role::Prefill))]);
 }
 
+// PD-W7
 #[test]
 fn messages_larger_than_the_peer_takes_are_not_sent() {
     let (mut a, _) = up();

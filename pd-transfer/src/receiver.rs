@@ -130,6 +130,7 @@ impl Receiver {
             open.state = was.after(ReceiverEvent::LinkLost).unwrap_or(was);
             match was {
                 ReceiverState::Wanting | ReceiverState::Pulling => {
+                    // PD-F6
                     self.report_failure(id, FailReason::PeerLost);
                     self.settle(id);
                 }
@@ -152,9 +153,11 @@ impl Receiver {
         if open >= limit {
             return Err(StartError::Busy { open, limit });
         }
+        // PD-R1
         if self.attempts.contains_key(&start.attempt) || self.ended.contains(&start.attempt) {
             return Err(StartError::DuplicateAttempt(start.attempt));
         }
+        // PD-R2
         let peer_items = usize::try_from(peer.limits.max_items).unwrap_or(usize::MAX);
         let limit = self.config.items_max.min(peer_items);
         if start.plan.len() > limit {
@@ -217,6 +220,7 @@ impl Receiver {
                 }
             }
             Message::Reject { attempt, code, text } => {
+                // PD-R13
                 if self.attempts.get(&attempt).is_some_and(|open| open.peer == peer) {
                     self.fail(now, attempt, FailReason::Rejected { code, text });
                 } else {
@@ -231,6 +235,7 @@ impl Receiver {
                     Some(_) | None => self.counters.dropped_late += 1,
                 }
             }
+            // PD-F3
             // Only a hint: the proof is `Closed`.
             Message::CancelAck { .. } => {}
             Message::Hello(_)
@@ -249,6 +254,7 @@ impl Receiver {
 
     /// A get ended. Unknown operations are counted and dropped.
     pub fn handle_got(&mut self, now: Time, op: OpId, outcome: GetOutcome) {
+        // PD-R16
         let Some(Op { step: Step::Pull, .. }) = self.ops.get(&op) else {
             self.counters.dropped_duplicate += 1;
             return;
@@ -291,6 +297,7 @@ impl Receiver {
 
     /// A verification ended: `ok` says whether the bytes in the target have the tag.
     pub fn handle_verified(&mut self, now: Time, op: OpId, ok: bool) {
+        // PD-V1
         let Some(Op { step: Step::Verify, .. }) = self.ops.get(&op) else {
             self.counters.dropped_duplicate += 1;
             return;
@@ -308,6 +315,7 @@ impl Receiver {
             self.settle(attempt);
             self.check_complete(now, attempt);
         } else {
+            // PD-V2
             self.counters.mismatches += 1;
             self.page_failed(now, attempt, key, Offer::Mismatch);
         }
@@ -325,9 +333,11 @@ impl Receiver {
             .collect();
         for id in due {
             let Some(open) = self.attempts.get_mut(&id) else { continue };
+            // PD-F5
             if open.is_live() && now.since(open.progress) >= self.config.stall_us {
                 let reason = FailReason::Timeout { silent_us: now.since(open.progress) };
                 self.fail(now, id, reason);
+            // PD-R14 PD-F4
             } else if let Some(message) = open.repeat(now, id, self.config.resend_us) {
                 let peer = open.peer;
                 self.counters.resends += 1;
@@ -353,6 +363,7 @@ impl Receiver {
     fn answered(&mut self, now: Time, peer: PeerId, attempt: AttemptId) -> bool {
         let Some(open) = self.attempts.get_mut(&attempt).filter(|open| open.peer == peer) else {
             self.counters.dropped_late += 1;
+            // PD-R15
             let text = String::from("attempt is not known");
             self.send(peer, Message::Failed { attempt, code: code::UNKNOWN, text });
             return false;
@@ -414,6 +425,7 @@ impl Receiver {
             None => {}
             Some(Err(text)) => self.fail(now, attempt, FailReason::Violation(text)),
             Some(Ok(record)) => {
+                // PD-R12
                 open.state = open.state.after(ReceiverEvent::Complete).unwrap_or(open.state);
                 let message = Message::Done { attempt, bytes: open.bytes };
                 let peer = open.peer;
@@ -436,6 +448,7 @@ impl Receiver {
         let word = if how == Offer::Stale { "changed under the read" } else { "has a wrong tag" };
         let text = format!("attempt {attempt}: page {key} from {peer} {word}");
         self.outputs.push_back(ReceiverOutput::Event(text));
+        // PD-V3
         let second = open.page_failed(now, &key);
         if second {
             let reason = match how {
@@ -484,6 +497,7 @@ impl Receiver {
                     self.outputs.push_back(ReceiverOutput::Fresh { attempt, groups });
                 }
             }
+            // PD-F2 PD-G3 PD-G5
             ReceiverState::Draining | ReceiverState::Orphaned if open.in_flight == 0 => {
                 let was = open.state;
                 open.state = was.after(ReceiverEvent::Drained).unwrap_or(was);
@@ -512,6 +526,7 @@ impl Receiver {
     /// Starts gets while there is room.
     fn pump(&mut self, id: PeerId) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
+        // PD-R9
         while peer.in_flight < self.config.in_flight_max {
             let Some((attempt, key)) = peer.queue.pop_front() else { return };
             let Some(open) = self.attempts.get_mut(&attempt) else { continue };

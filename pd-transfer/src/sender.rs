@@ -239,6 +239,7 @@ impl Sender {
         let lost: Vec<AttemptId> = self
             .attempts
             .iter()
+            // PD-S12 PD-F6
             .filter_map(|(id, attempt)| (attempt.peer == peer).then_some(*id))
             .collect();
         for id in lost {
@@ -303,15 +304,18 @@ impl Sender {
         let Some(open) = self.attempts.get_mut(&attempt) else {
             return Err(OfferError::Ended(attempt));
         };
+        // PD-S7 PD-G6
         let Some(state) = open.state.after(SenderEvent::Ready) else {
             return Err(OfferError::Ended(attempt));
         };
         let wanted = open.keys.len() + items.len();
+        // PD-S5
         if wanted > limit {
             return Err(OfferError::TooManyItems { attempt, wanted, limit });
         }
         let mut fresh = BTreeSet::new();
         for item in &items {
+            // PD-S4
             let count = item.extents.len();
             if count == 0 || count > MAX_EXTENTS || item.extents.iter().any(|e| e.len == 0) {
                 return Err(OfferError::BadExtents { attempt, key: item.key, count });
@@ -355,6 +359,7 @@ impl Sender {
         if record.payload.len() > MAX_PAYLOAD_BYTES {
             return Err(OfferError::Payload { attempt, bytes: record.payload.len() });
         }
+        // PD-S6
         let pages = open.offers.iter().flatten().map(|item| (item.key, item.identity, item.tag));
         if record.items as usize != open.keys.len()
             || record.bytes != open.bytes
@@ -394,6 +399,7 @@ impl Sender {
         let Some(open) = self.attempts.get_mut(&attempt) else {
             return Err(OfferError::Ended(attempt));
         };
+        // PD-F7
         let Some(state) = open.state.after(SenderEvent::Reject) else {
             return Err(OfferError::Ended(attempt));
         };
@@ -408,6 +414,7 @@ impl Sender {
     }
 
     /// Raises the alarms that are due; early calls do nothing.
+    // PD-S11
     pub fn handle_timeout(&mut self, now: Time) {
         for (id, open) in &mut self.attempts {
             if open.alarm_at <= now {
@@ -439,6 +446,7 @@ impl Sender {
     ) {
         let request_hash = hash_request(&request);
         if let Some(open) = self.attempts.get(&attempt) {
+            // PD-S1
             if open.peer == peer && open.request_hash == request_hash && open.have == have {
                 // Said again because our answer was lost.
                 self.counters.dropped_duplicate += 1;
@@ -446,6 +454,7 @@ impl Sender {
             }
             return self.refuse(peer, attempt, code::DUPLICATE, "attempt id is in use");
         }
+        // PD-S2
         if self.ended.contains(&attempt) {
             return self.refuse(peer, attempt, code::DUPLICATE, "attempt id was used before");
         }
@@ -453,6 +462,7 @@ impl Sender {
             self.counters.dropped_late += 1;
             return;
         }
+        // PD-S3
         if request.len() > self.config.request_bytes_max {
             let limit = self.config.request_bytes_max;
             let text = format!("request of {} bytes, at most {limit}", request.len());
@@ -489,6 +499,7 @@ impl Sender {
         if self.attempts.get(&attempt).is_some_and(|open| open.peer == peer) {
             self.repeat(peer, attempt, next);
         } else {
+            // PD-S9
             self.refuse(peer, attempt, code::UNKNOWN, "attempt is not known");
         }
     }
@@ -497,6 +508,7 @@ impl Sender {
     fn repeat(&mut self, peer: PeerId, attempt: AttemptId, next: u32) {
         let Some(open) = self.attempts.get(&attempt) else { return };
         self.outputs.push_back(SenderOutput::Send { peer, message: Message::Accepted { attempt } });
+        // PD-S8
         for (seq, items) in (0_u32..).zip(&open.offers).skip(next as usize) {
             let message = Message::Ready { attempt, seq, items: items.clone() };
             self.outputs.push_back(SenderOutput::Send { peer, message });
@@ -518,6 +530,7 @@ impl Sender {
         match self.attempts.get_mut(&attempt) {
             Some(open) if open.peer == peer => {
                 let was = open.state;
+                // PD-S14
                 let Some(state) = was.after(SenderEvent::Cancel) else {
                     self.counters.dropped_late += 1;
                     return;
@@ -533,6 +546,7 @@ impl Sender {
                 }
             }
             Some(_) => self.counters.dropped_late += 1,
+            // PD-S15
             // The `Want` may still be on its way; it must not open the attempt.
             None => self.remember(attempt),
         }
@@ -543,15 +557,14 @@ impl Sender {
             Some(open) if open.peer == peer => {
                 self.end(attempt, SenderEvent::Ended, Proof::PeerAcknowledged);
             }
-            Some(_) => {
-                self.counters.dropped_late += 1;
-                return;
-            }
+            // Somebody else's; the peer is told all the same, or it would go on saying it.
+            Some(_) => self.counters.dropped_late += 1,
             None => {
                 self.counters.dropped_duplicate += 1;
                 self.remember(attempt);
             }
         }
+        // PD-S16
         self.send(peer, Message::Closed { attempt });
     }
 
@@ -566,6 +579,7 @@ impl Sender {
         if open.state == SenderState::Computing {
             self.outputs.push_back(SenderOutput::Cancelled { attempt });
         }
+        // PD-S10 PD-S13
         self.outputs.push_back(SenderOutput::Release { attempt, proof });
         self.remember(attempt);
     }

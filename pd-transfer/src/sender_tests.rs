@@ -51,6 +51,7 @@ fn released(outputs: &[SenderOutput], want: Proof) -> bool {
     count == 1
 }
 
+// PD-S1
 #[test]
 fn a_request_is_passed_on_once_and_answered_again() {
     let mut sender = sender(SenderConfig::default());
@@ -69,6 +70,7 @@ fn a_request_is_passed_on_once_and_answered_again() {
     assert_eq!(names, ["Accepted", "Ready"]);
 }
 
+// PD-S2
 #[test]
 fn an_attempt_id_is_used_once() {
     let mut sender = sender(SenderConfig::default());
@@ -83,6 +85,7 @@ fn an_attempt_id_is_used_once() {
     assert!(rejected(&want(&mut sender, PEER, ID), code::DUPLICATE));
 }
 
+// PD-S15
 #[test]
 fn a_cancel_that_overtakes_its_request_wins() {
     let mut sender = sender(SenderConfig::default());
@@ -91,6 +94,7 @@ fn a_cancel_that_overtakes_its_request_wins() {
     assert!(rejected(&want(&mut sender, PEER, ID), code::DUPLICATE));
 }
 
+// PD-S3
 #[test]
 fn full_is_an_answer() {
     let mut sender = sender(SenderConfig { attempts_max: 1, ..SenderConfig::default() });
@@ -101,6 +105,7 @@ fn full_is_an_answer() {
     assert_eq!(sender.counters().requests_refused, 1);
 }
 
+// PD-S7 PD-S10 PD-S11 PD-S14 PD-S16
 #[test]
 fn a_peer_that_ends_nothing_leaves_room_for_others() {
     let config = SenderConfig { attempts_max: 3, attempts_per_peer_max: 2, ..Default::default() };
@@ -148,12 +153,16 @@ fn a_cancelled_attempt_keeps_its_pages_until_the_peer_has_drained() {
     );
 }
 
+// PD-S10 PD-S12 PD-S13 PD-S16 PD-F6
 #[test]
 fn only_the_peer_of_an_attempt_ends_it() {
     let mut sender = sender(SenderConfig::default());
     want(&mut sender, PEER, ID);
     sender.handle_message(Time(0), OTHER, Message::Done { attempt: ID, bytes: 0 });
-    assert_eq!(outputs(&mut sender), []);
+    // It hears that nobody waits for it; the attempt is as it was.
+    let closed = Message::Closed { attempt: ID };
+    assert_eq!(outputs(&mut sender), [SenderOutput::Send { peer: OTHER, message: closed }]);
+    assert_eq!(sender.state(&ID), Some(SenderState::Computing));
     sender.peer_lost(OTHER);
     assert_eq!(outputs(&mut sender), []);
     sender.peer_lost(PEER);
@@ -162,6 +171,7 @@ fn only_the_peer_of_an_attempt_ends_it() {
     assert_eq!(outputs(&mut sender), []);
 }
 
+// PD-S6
 #[test]
 fn the_record_must_describe_what_was_offered() {
     let mut sender = sender(SenderConfig::default());
@@ -172,6 +182,9 @@ fn the_record_must_describe_what_was_offered() {
     let short = FinalRecord::new([0; 16], &items[..1], Vec::new());
     let result = sender.finish(Time(0), ID, short);
     assert!(matches!(result, Err(OfferError::Record { .. })), "{result:?}");
+    let other = FinalRecord::new([0; 16], &[item(1), item(3)], Vec::new());
+    let result = sender.finish(Time(0), ID, other);
+    assert!(matches!(result, Err(OfferError::Record { .. })), "{result:?}");
     let large = FinalRecord::new([0; 16], &items, vec![0; MAX_PAYLOAD_BYTES + 1]);
     let result = sender.finish(Time(0), ID, large);
     assert!(matches!(result, Err(OfferError::Payload { .. })), "{result:?}");
@@ -179,6 +192,7 @@ fn the_record_must_describe_what_was_offered() {
     assert_eq!(sender.state(&ID), Some(SenderState::Finished));
 }
 
+// PD-S4 PD-S5
 #[test]
 fn bad_pages_are_not_offered() {
     let mut sender = sender(SenderConfig { items_max: 2, ..SenderConfig::default() });
@@ -195,6 +209,7 @@ fn bad_pages_are_not_offered() {
     assert_eq!(again, Err(OfferError::DuplicateKey { attempt: ID, key: item(1).key }));
 }
 
+// PD-S8 PD-S9
 #[test]
 fn a_resume_gets_what_it_lacks() {
     let mut sender = sender(SenderConfig::default());

@@ -308,6 +308,7 @@ fn take_regions(socket: &UnixStream) -> Result<Vec<Arc<dyn RegionOwner>>, LostRe
 /// Maps a peer's region if it really has its bytes and can't lose them.
 fn map_region(fd: &OwnedFd, len: u64) -> Result<Mapping, String> {
     let seals = rustix::fs::fcntl_get_seals(fd).map_err(|e| format!("no memfd: {e}"))?;
+    // PD-T10
     if !seals.contains(SealFlags::SHRINK) {
         return Err(String::from("not sealed against shrinking"));
     }
@@ -317,6 +318,7 @@ fn map_region(fd: &OwnedFd, len: u64) -> Result<Mapping, String> {
     if len == 0 || actual < len {
         return Err(format!("{actual} bytes, announced were {len}"));
     }
+    // PD-T10
     Mapping::new(fd.as_fd(), bytes, ProtFlags::READ).map_err(|e| format!("map: {e}"))
 }
 

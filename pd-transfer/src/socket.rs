@@ -157,6 +157,7 @@ impl Conn {
             return Ok(());
         }
         let queued = outbox.bytes + bytes;
+        // PD-T8
         if queued > QUEUE_BYTES_MAX {
             return Err(LostReason::Slow { queued, limit: QUEUE_BYTES_MAX });
         }
@@ -217,6 +218,7 @@ impl Conn {
         self.abort(LostReason::Closed);
         if let Some(writer) = writer {
             // A panic of the writer was reported by its thread; either way it reads nothing now.
+            // PD-T1 PD-T7
             let _ = writer.join();
         }
         let mut pending = lock(&self.pending);
@@ -375,6 +377,7 @@ impl Links {
             }
         };
         let address = lock(&conn.address).clone();
+        // PD-T6
         (self.sink)(TransportEvent::PeerUp { peer: conn.peer, address, side: conn.side });
         if let Err(why) = read_frames(self, conn, &stream) {
             conn.abort(why);
@@ -509,6 +512,7 @@ fn read_frames(links: &Links, conn: &Conn, stream: &Stream) -> Result<(), LostRe
         let [kind, a, b, c, l0, l1, l2, l3, op @ ..] = head;
         let len = u32::from_le_bytes([l0, l1, l2, l3]) as usize;
         let op = OpId(u64::from_le_bytes(op));
+        // PD-T9
         if [a, b, c] != [0; 3] {
             return malformed(String::from("reserved bytes are not zero"));
         }
@@ -595,6 +599,7 @@ fn receive(
             written += part;
         }
     }
+    // PD-T2
     // Removed only now: if the link breaks in the middle, its end answers the get.
     take_pending(conn, op)?;
     (links.sink)(TransportEvent::GetDone { peer: conn.peer, op });

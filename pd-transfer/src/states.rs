@@ -48,6 +48,7 @@ macro_rules! table {
             pub fn after(self, event: $event) -> Option<Self> {
                 match self.on(event) {
                     Move::To(state) => Some(state),
+                    // PD-F8
                     Move::Late => None,
                     Move::Never => panic!("{}: {event:?} in {self:?}", $machine),
                 }
@@ -157,6 +158,7 @@ table! {
         /// The link is gone and with it every access of the peer.
         LinkLost,
     }
+    // PD-S10 PD-S11
     Computing: {
         Ready => To(Computing), Finish => To(Finished), Reject => To(Rejected),
         Cancel => To(Withdrawn), Ended => To(Gone), LinkLost => To(Gone),
@@ -247,6 +249,7 @@ pub fn dump() -> String {
 mod tests {
     use super::*;
 
+    // PD-S10
     #[test]
     fn only_an_ended_peer_or_a_lost_link_releases() {
         for state in SenderState::ALL {
@@ -258,6 +261,7 @@ mod tests {
         }
     }
 
+    // PD-F3
     #[test]
     fn only_a_drained_receiver_lets_go_after_a_failure() {
         assert_eq!(

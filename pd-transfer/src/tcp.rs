@@ -58,8 +58,12 @@ fn greet(stream: &Stream, _: &Regions) -> Result<Vec<Arc<dyn RegionOwner>>, Lost
     socket.set_read_timeout(Some(PREAMBLE_TIMEOUT)).map_err(|error| io(&error))?;
     let mut preamble = [0; PREAMBLE.len()];
     socket.read_exact(&mut preamble).map_err(|error| io(&error))?;
-    if preamble != *PREAMBLE {
+    if preamble[..7] != PREAMBLE[..7] {
         return Err(LostReason::Malformed(String::from("the peer does not speak this protocol")));
+    }
+    if preamble != *PREAMBLE {
+        let text = format!("framing version {} at the peer, {} here", preamble[7], PREAMBLE[7]);
+        return Err(LostReason::Malformed(text));
     }
     socket.set_read_timeout(None).map_err(|error| io(&error))?;
     Ok(Vec::new())

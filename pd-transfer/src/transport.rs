@@ -267,6 +267,7 @@ impl Regions {
     }
 
     /// Checks our half of a get and returns the target's memory.
+    // PD-T5
     pub(crate) fn target(&self, get: &Get) -> Result<Arc<dyn RegionOwner>, TransportError> {
         let Some(memory) = self.find(get.target_region) else {
             return Err(TransportError::UnknownRegion(get.target_region.0));

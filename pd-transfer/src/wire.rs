@@ -18,6 +18,7 @@ use wincode::config::Configuration;
 use wincode::{SchemaRead, SchemaWrite};
 
 /// The version of everything in this file.
+// PD-W8
 pub const PROTO_VERSION: u32 = 1;
 /// First four bytes of every envelope, `PDT1`.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"PDT1");
@@ -273,6 +274,7 @@ impl FinalRecord {
         for item in items {
             count = count.saturating_add(1);
             bytes = bytes.saturating_add(item.bytes());
+            // PD-W10
             pages.push((item.key, item.identity, item.tag));
         }
         Self { plan_hash, items: count, bytes, payload, manifest: manifest_hash(pages) }
@@ -495,6 +497,7 @@ pub fn hash_request(request: &[u8]) -> [u8; 16] {
 /// As much of `text` as a message may carry.
 #[must_use]
 pub fn clip(text: &str) -> String {
+    // PD-W11
     let mut end = text.len().min(MAX_TEXT_BYTES);
     while !text.is_char_boundary(end) {
         end -= 1;
@@ -619,6 +622,7 @@ pub fn encode(
     seq: u64,
     message: &Message,
 ) -> Result<Vec<u8>, EncodeError> {
+    // PD-W6
     message.check().map_err(|limit| EncodeError::Limit { kind: message.name(), limit })?;
     let config = Configuration::default().with_preallocation_size_limit::<MAX_MESSAGE_BYTES>();
     let body = wincode::config::serialize(message, config).map_err(|_| EncodeError::Schema)?;
@@ -627,6 +631,7 @@ pub fn encode(
         return Err(EncodeError::Schema);
     }
     let mut header =
+        // PD-W1
         Header { magic: MAGIC, version: PROTO_VERSION, incarnation, seq, body_bytes, checksum: 0 };
     let mut bytes = wincode::config::serialize(&header, config).map_err(|_| EncodeError::Schema)?;
     header.checksum = checksum64(&bytes[..HEADER_BYTES - 8], &body);
@@ -650,12 +655,14 @@ pub fn decode(bytes: &[u8]) -> Result<Envelope, DecodeError> {
     };
     let header: Header = wincode::config::deserialize_exact(head, Configuration::default())
         .map_err(|error| DecodeError::Body(alloc::format!("{error}")))?;
+    // PD-W2
     if header.magic != MAGIC {
         return Err(DecodeError::Magic(header.magic));
     }
     if header.version != PROTO_VERSION {
         return Err(DecodeError::Version(header.version));
     }
+    // PD-W3
     if header.body_bytes as usize != body.len() {
         return Err(DecodeError::Length { stated: header.body_bytes, actual: body.len() });
     }
@@ -664,6 +671,7 @@ pub fn decode(bytes: &[u8]) -> Result<Envelope, DecodeError> {
         return Err(DecodeError::Checksum { stated: header.checksum, actual });
     }
     let message = decode_body(body)?;
+    // PD-W4
     message.check().map_err(|limit| DecodeError::Limit { kind: message.name(), limit })?;
     Ok(Envelope { incarnation: header.incarnation, seq: header.seq, message })
 }
@@ -671,6 +679,7 @@ pub fn decode(bytes: &[u8]) -> Result<Envelope, DecodeError> {
 /// Decodes with an allocation limit that follows the number of bytes that really arrived: a value
 /// takes at most twice its encoded size in memory, so the factor 2 refuses only lies.
 fn decode_body(body: &[u8]) -> Result<Message, DecodeError> {
+    // PD-W5
     const SMALL: usize = 4 << 10;
     const MEDIUM: usize = 256 << 10;
     let config = Configuration::default();

@@ -2,12 +2,15 @@
 
 #[cfg(test)]
 mod it {
+    mod clauses;
     mod conformance;
+    mod fences;
     mod handoff;
     mod hostile;
     mod processes;
     mod side;
     mod sim;
+    mod spec;
     mod states;
     mod wire;
 }

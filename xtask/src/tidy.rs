@@ -1,5 +1,6 @@
 //! Rules about the text of the tree, checked in a few seconds and without compiling anything.
 
+mod clauses;
 mod markdown;
 mod rust;
 mod words;
@@ -86,6 +87,8 @@ fn check(root: &Path, files: &[String]) -> Result<Vec<Finding>> {
         check_text(root, path, &text, &mut findings, &mut long);
     }
     findings.extend(compare_long(files, &long, &exceptions(root)?));
+    // Citations stand in all files, whichever are looked at.
+    findings.extend(clauses::check(root, &self::files(root)?)?);
     findings.sort();
     Ok(findings)
 }

@@ -166,12 +166,14 @@ impl Attempt {
     /// Notes the number of a `Ready`; each must carry a page, so there are at most as many numbers
     /// as pages.
     pub(super) fn note_seq(&mut self, seq: u32, items: usize) -> Result<(), String> {
+        // PD-R7
         if items == 0 || seq as usize >= self.planned {
             return Err(format!(
                 "ready {seq} with {items} pages, the plan has {} pages",
                 self.planned
             ));
         }
+        // PD-R8
         if seq >= self.seen_below {
             self.seen.insert(seq);
         }
@@ -190,8 +192,10 @@ impl Attempt {
     ) -> Result<Offer, String> {
         let key = item.key;
         let Some(page) = self.pages.get_mut(&key) else {
+            // PD-R3
             return Err(format!("page {key} is not in the plan"));
         };
+        // PD-R6
         if let Some(known) = &page.item {
             return if *known == item {
                 Ok(Offer::Known)
@@ -199,6 +203,7 @@ impl Attempt {
                 Err(format!("page {key} was offered twice with different content"))
             };
         }
+        // PD-R4
         if !same_shape(&item.extents, &page.target.extents) {
             return Err(format!(
                 "page {key} has {} bytes in {} extents, the plan has {} in {}",
@@ -208,6 +213,7 @@ impl Attempt {
                 page.target.extents.len()
             ));
         }
+        // PD-R5
         let region_bytes = regions.get(&item.region).copied().unwrap_or(0);
         for extent in &item.extents {
             let end = extent.offset.checked_add(u64::from(extent.len));
@@ -238,6 +244,7 @@ impl Attempt {
         record: FinalRecord,
         hash: [u8; 16],
     ) -> Result<bool, String> {
+        // PD-R11
         if record.hash().ok() != Some(hash) {
             return Err(String::from("the final record does not have its hash"));
         }
@@ -265,9 +272,11 @@ impl Attempt {
     /// The record, once every page is verified; an error if the manifest is not that of the pages.
     pub(super) fn complete(&self) -> Option<Result<FinalRecord, String>> {
         let record = self.record.as_ref()?;
+        // PD-R10
         if self.good != self.planned || self.state != ReceiverState::Pulling {
             return None;
         }
+        // PD-R11
         let items = self.pages.values().filter_map(|page| page.item.as_ref());
         let manifest = manifest_hash(items.map(|item| (item.key, item.identity, item.tag)));
         Some(if manifest == record.manifest {
@@ -278,12 +287,14 @@ impl Attempt {
     }
 
     /// Marks a queued page as being pulled. `None` if it is not to be pulled now.
+    // PD-F1
     pub(super) fn pull(&mut self, key: &Key) -> Option<(&Item, &Target)> {
         if !self.is_live() {
             return None;
         }
         let page = self.pages.get_mut(key)?;
         let group = self.groups.get_mut(&page.target.group)?;
+        // PD-G2
         if page.stage != Stage::Idle || group.is_broken || group.is_waiting {
             return None;
         }
@@ -354,6 +365,7 @@ impl Attempt {
         let mut fresh = Vec::new();
         for id in core::mem::take(&mut self.broken) {
             let Some(group) = self.groups.get_mut(&id) else { continue };
+            // PD-V4 PD-G4
             if group.in_flight > 0 {
                 self.broken.insert(id);
                 continue;
@@ -396,6 +408,7 @@ impl Attempt {
                 return Err(RetargetError::NotAsked(key));
             }
             let (new_group, bytes) = (target.group, target.bytes());
+            // PD-V5
             if new_group != group || !same_shape(&target.extents, &page.target.extents) {
                 return Err(RetargetError::Shape { key, group: new_group, bytes });
             }
@@ -406,6 +419,7 @@ impl Attempt {
         }
         for group in &touched {
             let keys = self.groups.get(group).map_or(&[][..], |entry| &entry.keys);
+            // PD-V5
             if let Some(key) = keys.iter().find(|key| !given.contains_key(*key)) {
                 return Err(RetargetError::Missing { key: *key, group: *group });
             }

@@ -126,6 +126,7 @@ impl Rig {
     }
 }
 
+// PD-R8 PD-R10
 #[test]
 fn pages_out_of_order_and_twice_complete_once() {
     let mut rig = Rig::new(3);
@@ -149,6 +150,7 @@ fn pages_out_of_order_and_twice_complete_once() {
     assert_eq!(rig.receiver.counters().dropped_duplicate, 1);
 }
 
+// PD-R11
 #[test]
 fn nothing_completes_on_a_wrong_record() {
     let items = [item(0), item(1)];
@@ -175,6 +177,7 @@ fn nothing_completes_on_a_wrong_record() {
     assert!(matches!(rig.failed(), FailReason::Violation(_)));
 }
 
+// PD-R3 PD-R4 PD-R5 PD-R6 PD-R7
 #[test]
 fn pages_that_do_not_fit_the_plan_fail_it() {
     let mut other = item(0);
@@ -208,6 +211,7 @@ fn pages_that_do_not_fit_the_plan_fail_it() {
     assert!(matches!(rig.failed(), FailReason::Violation(_)));
 }
 
+// PD-V3 PD-V4 PD-V5 PD-G4
 #[test]
 fn fresh_pages_are_asked_for_when_the_whole_group_is_still() {
     let mut rig = Rig::new(3);
@@ -240,6 +244,7 @@ fn fresh_pages_are_asked_for_when_the_whole_group_is_still() {
     assert!(rig.is_quiet());
 }
 
+// PD-G3 PD-F6
 #[test]
 fn quiet_waits_for_own_gets_and_for_nothing_else() {
     for by_loss in [false, true] {
@@ -268,6 +273,7 @@ fn quiet_waits_for_own_gets_and_for_nothing_else() {
     }
 }
 
+// PD-R14 PD-F5
 #[test]
 fn what_is_not_answered_is_said_again() {
     let mut rig = Rig::new(2);
@@ -292,6 +298,7 @@ fn what_is_not_answered_is_said_again() {
     assert!(matches!(rig.failed(), FailReason::Timeout { .. }));
 }
 
+// PD-R9
 #[test]
 fn the_window_of_gets_is_bounded() {
     let mut rig = Rig::idle();
@@ -309,6 +316,7 @@ fn the_window_of_gets_is_bounded() {
     assert_eq!(landed, 5);
 }
 
+// PD-R1 PD-R2
 #[test]
 fn bad_starts_open_nothing() {
     let mut twice = start(2);
@@ -329,6 +337,7 @@ fn bad_starts_open_nothing() {
     assert_eq!(again, Err(StartError::DuplicateAttempt(ID)));
 }
 
+// PD-R15
 #[test]
 fn a_sender_that_believes_in_a_forgotten_attempt_is_told() {
     let mut rig = Rig::idle();
@@ -343,6 +352,7 @@ fn a_sender_that_believes_in_a_forgotten_attempt_is_told() {
     );
 }
 
+// PD-R16 PD-F6
 #[test]
 fn messages_of_a_lost_peer_change_nothing() {
     let mut rig = Rig::new(2);

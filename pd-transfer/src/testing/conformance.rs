@@ -154,6 +154,7 @@ fn names_and_sides(subject: &Subject) {
     }
 }
 
+// PD-T6
 fn messages_arrive_in_order(subject: &Subject) {
     let mut pair = pair(subject);
     let sizes = [0, 1, 100, 65_536, MAX_MESSAGE_BYTES, 3];
@@ -180,6 +181,7 @@ fn messages_arrive_in_order(subject: &Subject) {
     assert!(matches!(huge, Err(TransportError::TooLarge { .. })), "{huge:?}");
 }
 
+// PD-T2
 fn gets_bring_the_bytes(subject: &Subject) {
     let mut pair = pair(subject);
     let mut open = BTreeSet::new();
@@ -207,6 +209,7 @@ fn gets_bring_the_bytes(subject: &Subject) {
     }
 }
 
+// PD-T3 PD-G1
 fn a_changed_guard_is_stale(subject: &Subject) {
     let mut pair = pair(subject);
     let peer = pair.at_source;
@@ -219,6 +222,7 @@ fn a_changed_guard_is_stale(subject: &Subject) {
     assert_eq!(pair.target.next(), TransportEvent::GetDone { peer, op: OpId(3) });
 }
 
+// PD-T4
 fn bad_sources_fail_and_leave_the_link_alone(subject: &Subject) {
     let mut pair = pair(subject);
     let peer = pair.at_source;
@@ -242,6 +246,7 @@ fn bad_sources_fail_and_leave_the_link_alone(subject: &Subject) {
     assert_eq!(pair.target.next(), TransportEvent::GetDone { peer, op: OpId(6) });
 }
 
+// PD-T5
 fn malformed_gets_are_refused_at_once(subject: &Subject) {
     let mut pair = pair(subject);
     let peer = pair.at_source;
@@ -261,6 +266,7 @@ fn malformed_gets_are_refused_at_once(subject: &Subject) {
 }
 
 /// Every get that was taken is answered once, and the loss comes last.
+// PD-T1
 fn drain(pair: &mut Pair, taken: u64) {
     let mut answered = BTreeSet::new();
     let why = loop {

@@ -59,6 +59,7 @@ fn many_attempts_share_a_link() {
     }
 }
 
+// PD-V2 PD-V3
 #[test]
 fn one_damaged_page_is_pulled_again_into_a_fresh_one() {
     for fault in [Fault::Zero, Fault::Swap, Fault::Truncate, Fault::Replay] {
@@ -81,6 +82,7 @@ fn one_damaged_page_is_pulled_again_into_a_fresh_one() {
     }
 }
 
+// PD-V3
 #[test]
 fn a_page_damaged_twice_fails_the_attempt() {
     let (prefill, mut decode) = linked(faulty(Fault::Zero, |_| true), None);
@@ -94,6 +96,7 @@ fn a_page_damaged_twice_fails_the_attempt() {
     prefill.released(attempt(1));
 }
 
+// PD-V2
 #[test]
 fn without_the_check_a_damaged_page_gets_through() {
     let (_prefill, mut decode) = linked(faulty(Fault::Zero, |n| n == 40), Some(Arc::new(Trusting)));
@@ -102,6 +105,7 @@ fn without_the_check_a_damaged_page_gets_through() {
     assert_eq!(decode.wrong_pages(attempt(1), REQUEST, 0).len(), 1);
 }
 
+// PD-L3
 #[test]
 fn other_layouts_are_refused_with_both_descriptions() {
     let prefill = Prefill::new(Tcp::factory(), "127.0.0.1:0", SenderConfig::default());
@@ -129,6 +133,7 @@ fn a_full_sender_says_so() {
     assert!(matches!(why, FailReason::Rejected { code: code::BUSY, .. }), "{why}");
 }
 
+// PD-F7
 #[test]
 fn a_request_that_does_not_fit_is_rejected_by_the_upper_layer() {
     let (prefill, mut decode) = linked(Tcp::factory(), None);
@@ -141,6 +146,7 @@ fn a_request_that_does_not_fit_is_rejected_by_the_upper_layer() {
     prefill.released(attempt(2));
 }
 
+// PD-R11
 #[test]
 fn a_plan_that_differs_is_a_violation() {
     let (prefill, mut decode) = linked(Tcp::factory(), None);
@@ -155,6 +161,7 @@ fn a_plan_that_differs_is_a_violation() {
     prefill.released(attempt(2));
 }
 
+// PD-S10
 #[test]
 fn a_cancelled_attempt_gets_quiet_and_is_released() {
     // The damaged page makes the attempt wait for fresh targets, so it can't complete first.
@@ -169,6 +176,7 @@ fn a_cancelled_attempt_gets_quiet_and_is_released() {
     assert!(matches!(why, FailReason::NotStarted(StartError::DuplicateAttempt(_))), "{why}");
 }
 
+// PD-L15 PD-F6
 #[test]
 fn a_leaving_peer_ends_its_attempts() {
     let (prefill, mut decode) = linked(faulty(Fault::Zero, |n| n == 0), None);

@@ -73,6 +73,7 @@ fn frame(kind: u8, len: u32, op: u64, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
+// PD-L13 PD-T9
 #[test]
 fn malformed_frames_close_their_link_with_a_reason() {
     let victim = Victim::tcp();
@@ -111,6 +112,7 @@ fn a_peer_without_the_preamble_is_never_up() {
     victim.raw();
 }
 
+// PD-T6
 #[test]
 fn a_message_cut_short_is_not_delivered() {
     let victim = Victim::tcp();
@@ -120,6 +122,7 @@ fn a_message_cut_short_is_not_delivered() {
     assert_eq!(victim.lost(), LostReason::Closed);
 }
 
+// PD-T8
 #[test]
 fn a_peer_that_does_not_read_is_cut_and_blocks_nobody() {
     let mut victim = Victim::tcp();
@@ -175,6 +178,7 @@ fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
     assert!(path.exists(), "the live socket is still there");
 }
 
+// PD-T10
 #[test]
 fn greetings_that_lie_about_regions_are_refused() {
     let (victim, path) = shm("lies");

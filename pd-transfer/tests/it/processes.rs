@@ -47,6 +47,7 @@ impl Drop for Process {
 }
 
 /// Hand-off, kill in the middle of another, restart at the same address, hand-off.
+// PD-F6
 fn survives_a_kill(kind: &str, address: &str, factory: TransportFactory) {
     // The first page of the second attempt is damaged, which holds the attempt open.
     let hold = move |n, _: &_| (n == 200).then_some(Fault::Zero);

@@ -6,6 +6,7 @@ use pd_transfer::testing::sim::{Check, run};
 
 const SEEDS: u64 = 200;
 
+// PD-V2 PD-R12 PD-S13 PD-G2 PD-G3 PD-G5
 #[test]
 fn no_fault_gets_a_wrong_byte_through() {
     let mut total = Counters::default();

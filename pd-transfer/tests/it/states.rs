@@ -2,6 +2,7 @@
 
 use pd_transfer::states::dump;
 
+// PD-F8
 #[test]
 fn tables_are_as_committed() {
     let now = dump();

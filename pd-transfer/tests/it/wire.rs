@@ -113,6 +113,7 @@ proptest! {
         let _ = decode_read(&noise);
     }
 
+    // PD-W3
     #[test]
     fn any_damage_is_noticed(seed in any::<u64>(), kind in 0..KINDS, at in any::<u64>()) {
         let mut rng = Rng::new(seed);
@@ -163,6 +164,7 @@ fn sealed(mut bytes: Vec<u8>, change: impl FnOnce(&mut Vec<u8>)) -> Result<Messa
     decode(&bytes).map(|envelope| envelope.message)
 }
 
+// PD-W6
 #[test]
 fn limits_hold_on_both_sides() {
     let attempt = AttemptId([1; 16]);
@@ -193,6 +195,7 @@ fn limits_hold_on_both_sides() {
     }
 }
 
+// PD-W2 PD-W4
 #[test]
 fn headers_are_checked_first() {
     let good = encode(Incarnation([0; 16]), 0, &Message::Ping { n: 1 }).unwrap();
@@ -212,6 +215,7 @@ fn headers_are_checked_first() {
     assert_eq!(PROTO_VERSION, 1);
 }
 
+// PD-W5
 #[test]
 fn a_lie_about_a_length_allocates_nothing() {
     let attempt = AttemptId([1; 16]);
@@ -228,6 +232,7 @@ fn a_lie_about_a_length_allocates_nothing() {
     }
 }
 
+// PD-W8
 #[test]
 fn bytes_are_those_of_version_1() {
     let mut now = String::new();
@@ -329,6 +334,7 @@ enum Theirs {
     Bye { incarnation: [u8; 16] },
 }
 
+// PD-W1
 #[test]
 fn bincode_reads_and_writes_the_same_bytes() {
     let config = bincode::config::legacy();

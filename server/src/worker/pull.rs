@@ -15,7 +15,7 @@ use kv_pool::{
 };
 use pd_transfer::endpoint::Upcall;
 use pd_transfer::receiver::{FailReason, Start, Target};
-use pd_transfer::wire::{AttemptId, FinalRecord, Key};
+use pd_transfer::wire::{AttemptId, FinalRecord, Key, RefuseReason};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -65,14 +65,15 @@ impl Worker {
                 }
                 self.peers.remove(&(driver, peer));
             }
-            Upcall::Refused { address, text } => {
+            Upcall::Refused { address, reason, text } => {
                 // The driver goes on trying, since the peer may be restarted with other flags.
                 if self.shared.note_refusal(&address, &text) {
-                    tracing::error!(
-                        address,
-                        "hand-off refused; both sides need the same model, --numerics and \
-                         --index-k-dtype: {text}"
-                    );
+                    let hint = if reason == RefuseReason::Layout {
+                        "; both sides need the same model, --numerics and --index-k-dtype"
+                    } else {
+                        ""
+                    };
+                    tracing::error!(address, ?reason, "hand-off refused{hint}: {text}");
                 } else {
                     tracing::debug!(address, "hand-off still refused");
                 }

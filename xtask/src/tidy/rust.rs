@@ -66,7 +66,8 @@ pub(super) fn long_functions(text: &str) -> Vec<Function> {
     functions
 }
 
-fn is_test(path: &str) -> bool {
+/// True for files that hold tests and nothing else.
+pub(super) fn is_test(path: &str) -> bool {
     path.contains("/tests/")
         || path.contains("/benches/")
         || path.ends_with("/tests.rs")
