@@ -1,19 +1,18 @@
 //! A worker process put together: model, workers, hand-off, and the engine that HTTP talks to.
 
 mod memory;
+mod numbers;
 
 use crate::clock::{Clock, unix_seconds};
 use crate::config::{Backend, ConfigError, Mode, ServeArgs, is_local};
 use crate::engine::{
-    CancelOnDrop, Engine, EngineInfo, GenerateRequest, Generation, Health, Metric, MetricKind,
-    PoolView, Stats, SubmitError, WorkerView,
+    CancelOnDrop, Engine, EngineInfo, GenerateRequest, Generation, Health, Stats, SubmitError,
 };
 use crate::glue::handoff::PageVerifier;
 use crate::glue::pools::{POOLS, PageCounts, Pools};
 use crate::glue::regions::PoolRegion;
 use crate::worker::{
-    Inbox, Link, PoolNumbers, Role, SPARE_PAGES, Shared, Snapshot, Worker, WorkerConfig, WorkerMsg,
-    spawn,
+    Inbox, Link, Role, SPARE_PAGES, Shared, Worker, WorkerConfig, WorkerMsg, spawn,
 };
 use anyhow::Context;
 use crossbeam_channel::TrySendError;
@@ -22,7 +21,8 @@ use dsa_kernels::cpu::CpuKernels;
 use dsv4_model::config::ModelConfig;
 use dsv4_model::text::Tokenizer;
 use dsv4_model::{LoadOptions, Model};
-use kv_pool::{Fingerprint, Geometry, PoolKind};
+use kv_pool::{Fingerprint, Geometry};
+use numbers::{metrics_of, view_of};
 use pd_transfer::driver::{Driver, DriverConfig, DriverHandle, Verifier};
 use pd_transfer::inprocess::InProcessNet;
 use pd_transfer::shm::{Shm, has_foreign_file};
@@ -204,112 +204,6 @@ impl Engine for NodeEngine {
         }
         Health::Ready
     }
-}
-
-fn view_of(worker: &WorkerHandle, snapshot: &Snapshot) -> WorkerView {
-    let pool = |(kind, n): (PoolKind, PoolNumbers)| PoolView {
-        name: format!("{kind:?}").to_lowercase(),
-        used: n.used,
-        cached: n.cached,
-        quarantined: n.quarantined,
-        total: n.total,
-    };
-    WorkerView {
-        role: worker.role.name().to_owned(),
-        queued: snapshot.queued,
-        running: snapshot.running,
-        pools: POOLS.into_iter().zip(snapshot.pools).map(pool).collect(),
-        peers: snapshot
-            .peers
-            .iter()
-            .map(|(address, driver)| {
-                let transport = worker.drivers.get(*driver).map_or("", |(name, _)| *name);
-                (address.clone(), "connected".to_owned(), transport.to_owned())
-            })
-            .collect(),
-    }
-}
-
-fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
-    let role = || vec![("role".to_owned(), worker.role.name().to_owned())];
-    let metric = |name: &str, value: u64, kind: MetricKind, help: &'static str| Metric {
-        name: name.to_owned(),
-        labels: role(),
-        value: value as f64,
-        kind,
-        help,
-    };
-    use MetricKind::{Counter, Gauge};
-    let mut all = vec![
-        metric("sglang:num_running_reqs", n.running, Gauge, "Requests that run"),
-        metric("sglang:num_queue_reqs", n.queued, Gauge, "Requests that wait"),
-        metric("sglang:prompt_tokens_total", n.prefill_tokens, Counter, "Prompt tokens computed"),
-        metric("sglang:generation_tokens_total", n.generation_tokens, Counter, "Tokens generated"),
-        metric("dsv4:steps_total", n.steps, Counter, "Forward passes"),
-        metric("dsv4:handoffs_total", n.handoffs, Counter, "Prompts handed over"),
-        metric(
-            "dsv4:prompts_recomputed_total",
-            n.recomputed,
-            Counter,
-            "Prompts computed here after a failed hand-off",
-        ),
-        metric(
-            "dsv4:page_groups_quarantined_total",
-            n.quarantined_total,
-            Counter,
-            "Page groups set aside after a failed check",
-        ),
-        metric("dsv4:prompts_lent", n.lent, Gauge, "Prompts whose pages a peer may read"),
-    ];
-    all.push(metric(
-        "dsv4:prompts_without_peer_total",
-        n.without_peer,
-        Counter,
-        "Prompts computed here because no prefill worker was connected",
-    ));
-    all.push(metric("dsv4:peers", n.peers.len() as u64, Gauge, "Connected peers"));
-    let p = n.prefixes;
-    for (name, value, help) in [
-        ("reused_tokens", n.reused_tokens, "Prompt tokens neither computed nor pulled anew"),
-        ("lookups", p.lookups, "Prompts looked up in the prefix tree"),
-        ("hits", p.hits, "Prompts of which the prefix tree had a part"),
-        ("blocks_taken", p.blocks_taken, "Blocks taken into the prefix tree"),
-        ("blocks_evicted", p.blocks_evicted, "Blocks given up by the prefix tree"),
-        ("boundaries_taken", p.boundaries_taken, "Places to go on from, taken"),
-        ("boundaries_evicted", p.boundaries_evicted, "Places to go on from, given up"),
-        ("inserts_refused", p.inserts_refused, "Prefixes that found no room in the tree"),
-    ] {
-        all.push(metric(&format!("dsv4:prefix_{name}_total"), value, Counter, help));
-    }
-    for (kind, pool) in POOLS.into_iter().zip(n.pools) {
-        for (state, value) in [
-            ("used", pool.used),
-            ("cached", pool.cached),
-            ("quarantined", pool.quarantined),
-            ("draining", pool.draining),
-            ("total", pool.total),
-        ] {
-            let mut m = metric("dsv4:pages", value, Gauge, "Pages by pool and state");
-            m.labels.push(("pool".to_owned(), format!("{kind:?}").to_lowercase()));
-            m.labels.push(("state".to_owned(), state.to_owned()));
-            all.push(m);
-        }
-    }
-    for (reason, value) in ["finished", "cancelled", "failed"].into_iter().zip(n.ended) {
-        let mut m =
-            metric("dsv4:requests_ended_total", value, Counter, "Requests that ended, by how");
-        m.labels.push(("how".to_owned(), reason.to_owned()));
-        all.push(m);
-    }
-    for (transport, driver) in &worker.drivers {
-        for counter in driver.counters().all() {
-            let name = format!("dsv4:transfer_{}_total", counter.name);
-            let mut m = metric(&name, counter.value, Counter, counter.help);
-            m.labels.push(("transport".to_owned(), (*transport).to_owned()));
-            all.push(m);
-        }
-    }
-    all
 }
 
 /// A running process: model, workers and hand-off.

@@ -118,7 +118,6 @@ async fn wrong_lists_of_tokens_and_texts_are_told_what_an_entry_is() {
 
 #[tokio::test]
 async fn wrong_chat_options_are_told_without_names_of_the_source_code() {
-    let tool = |function: Value| json!({"tools": [{"type": "function", "function": function}]});
     says(
         CHAT,
         &[
@@ -151,6 +150,17 @@ async fn wrong_chat_options_are_told_without_names_of_the_source_code() {
                 json!({"response_format": {"type": "json_schema"}}),
                 "response_format.json_schema is missing",
             ),
+        ],
+    )
+    .await;
+}
+
+#[tokio::test]
+async fn wrong_tools_and_stream_options_are_told_their_place() {
+    let tool = |function: Value| json!({"tools": [{"type": "function", "function": function}]});
+    says(
+        CHAT,
+        &[
             (json!({"tools": {}}), "tools is an object, and must be a list"),
             (json!({"tools": ["f"]}), "tools[0] is a string, and must be an object"),
             (
@@ -169,10 +179,7 @@ async fn wrong_chat_options_are_told_without_names_of_the_source_code() {
                  that names a function",
             ),
             (json!({"tool_choice": 1}), "tool_choice is 1, and must be a string or an object"),
-            (
-                json!({"tool_choice": {"type": "function"}}),
-                "tool_choice.function is missing",
-            ),
+            (json!({"tool_choice": {"type": "function"}}), "tool_choice.function is missing"),
             (
                 json!({"parallel_tool_calls": 1}),
                 "parallel_tool_calls is 1, and must be true or false",

@@ -1,0 +1,135 @@
+//! The numbers of a worker for `/metrics` and the page.
+
+use super::WorkerHandle;
+use crate::engine::MetricKind::{Counter, Gauge};
+use crate::engine::{Metric, MetricKind, PoolView, WorkerView};
+use crate::glue::pools::POOLS;
+use crate::worker::{PoolNumbers, Snapshot};
+use kv_pool::PoolKind;
+
+/// A worker as the page shows it.
+pub(super) fn view_of(worker: &WorkerHandle, snapshot: &Snapshot) -> WorkerView {
+    let pool = |(kind, n): (PoolKind, PoolNumbers)| PoolView {
+        name: pool_name(kind),
+        used: n.used,
+        cached: n.cached,
+        quarantined: n.quarantined,
+        total: n.total,
+    };
+    let peer = |(address, driver): &(String, usize)| {
+        let transport = worker.drivers.get(*driver).map_or("", |(name, _)| *name);
+        (address.clone(), "connected".to_owned(), transport.to_owned())
+    };
+    WorkerView {
+        role: worker.role.name().to_owned(),
+        queued: snapshot.queued,
+        running: snapshot.running,
+        pools: POOLS.into_iter().zip(snapshot.pools).map(pool).collect(),
+        peers: snapshot.peers.iter().map(peer).collect(),
+    }
+}
+
+fn pool_name(kind: PoolKind) -> String {
+    format!("{kind:?}").to_lowercase()
+}
+
+/// Everything that `/metrics` says of a worker.
+pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
+    let plain = requests(n).into_iter().chain(handoffs(n)).chain(prefixes(n));
+    let mut all: Vec<Metric> =
+        plain.map(|(name, kind, value, help)| of(worker, name, kind, value, help)).collect();
+    for (kind, pool) in POOLS.into_iter().zip(n.pools) {
+        for (state, value) in [
+            ("used", pool.used),
+            ("cached", pool.cached),
+            ("quarantined", pool.quarantined),
+            ("draining", pool.draining),
+            ("total", pool.total),
+        ] {
+            let m = of(worker, "dsv4:pages", Gauge, value, "Pages by pool and state");
+            all.push(labelled(labelled(m, "pool", &pool_name(kind)), "state", state));
+        }
+    }
+    for (how, value) in ["finished", "cancelled", "failed"].into_iter().zip(n.ended) {
+        let help = "Requests that ended, by how";
+        let m = of(worker, "dsv4:requests_ended_total", Counter, value, help);
+        all.push(labelled(m, "how", how));
+    }
+    for (transport, driver) in &worker.drivers {
+        for counter in driver.counters().all() {
+            let name = format!("dsv4:transfer_{}_total", counter.name);
+            let m = of(worker, &name, Counter, counter.value, counter.help);
+            all.push(labelled(m, "transport", transport));
+        }
+    }
+    all
+}
+
+fn of(
+    worker: &WorkerHandle,
+    name: &str,
+    kind: MetricKind,
+    value: u64,
+    help: &'static str,
+) -> Metric {
+    let labels = vec![("role".to_owned(), worker.role.name().to_owned())];
+    Metric { name: name.to_owned(), labels, value: value as f64, kind, help }
+}
+
+fn labelled(mut metric: Metric, name: &str, value: &str) -> Metric {
+    metric.labels.push((name.to_owned(), value.to_owned()));
+    metric
+}
+
+type Plain = (&'static str, MetricKind, u64, &'static str);
+
+fn requests(n: &Snapshot) -> [Plain; 5] {
+    [
+        ("sglang:num_running_reqs", Gauge, n.running, "Requests that run"),
+        ("sglang:num_queue_reqs", Gauge, n.queued, "Requests that wait"),
+        ("sglang:prompt_tokens_total", Counter, n.prefill_tokens, "Prompt tokens computed"),
+        ("sglang:generation_tokens_total", Counter, n.generation_tokens, "Tokens generated"),
+        ("dsv4:steps_total", Counter, n.steps, "Forward passes"),
+    ]
+}
+
+fn handoffs(n: &Snapshot) -> [Plain; 6] {
+    let failed = "Prompts computed here after a failed hand-off";
+    let alone = "Prompts computed here because no prefill worker was connected";
+    let set_aside = "Page groups set aside after a failed check";
+    [
+        ("dsv4:handoffs_total", Counter, n.handoffs, "Prompts handed over"),
+        ("dsv4:prompts_recomputed_total", Counter, n.recomputed, failed),
+        ("dsv4:prompts_without_peer_total", Counter, n.without_peer, alone),
+        ("dsv4:page_groups_quarantined_total", Counter, n.quarantined_total, set_aside),
+        ("dsv4:prompts_lent", Gauge, n.lent, "Prompts whose pages a peer may read"),
+        ("dsv4:peers", Gauge, n.peers.len() as u64, "Connected peers"),
+    ]
+}
+
+fn prefixes(n: &Snapshot) -> [Plain; 8] {
+    let p = n.prefixes;
+    let counter = |name, value, help| (name, Counter, value, help);
+    [
+        counter("dsv4:prefix_reused_tokens_total", n.reused_tokens, "Prompt tokens reused"),
+        counter("dsv4:prefix_lookups_total", p.lookups, "Prompts looked up in the prefix tree"),
+        counter("dsv4:prefix_hits_total", p.hits, "Prompts of which the prefix tree had a part"),
+        counter("dsv4:prefix_blocks_taken_total", p.blocks_taken, "Blocks kept for later prompts"),
+        counter("dsv4:prefix_blocks_evicted_total", p.blocks_evicted, "Kept blocks given up"),
+        counter(
+            "dsv4:prefix_boundaries_taken_total",
+            p.boundaries_taken,
+            "Places to go on from that were kept",
+        ),
+        counter(
+            "dsv4:prefix_boundaries_evicted_total",
+            p.boundaries_evicted,
+            "Kept places to go on from that were given up",
+        ),
+        counter(
+            "dsv4:prefix_inserts_refused_total",
+            p.inserts_refused,
+            "Prefixes that found no room in the tree",
+        ),
+    ]
+}
