@@ -21,7 +21,7 @@ use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 
 /// Everything an [`Endpoint`] is made of.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct EndpointConfig {
     /// Who this node is. The role decides whether there is a sender, a receiver or both.
     pub hello: Hello,
@@ -36,7 +36,7 @@ pub struct EndpointConfig {
 }
 
 /// News for the upper layer.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Upcall {
     /// Prefill side: compute this; see [`SenderOutput::Requested`].
     Requested {
@@ -142,7 +142,7 @@ pub enum Upcall {
 }
 
 /// What the owner of an endpoint has to do.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
     /// Give these bytes to the transport.
     Transmit {
@@ -169,7 +169,7 @@ pub enum Action {
     Upcall(Upcall),
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 struct PeerEntry {
     link: Link,
     address: String,
@@ -179,7 +179,7 @@ struct PeerEntry {
 }
 
 /// A link as seen from outside.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PeerSnapshot {
     /// Its name.
     pub peer: PeerId,
@@ -192,7 +192,7 @@ pub struct PeerSnapshot {
 }
 
 /// See the module text.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 pub struct Endpoint {
     config: EndpointConfig,
     peers: BTreeMap<PeerId, PeerEntry>,

@@ -27,7 +27,7 @@ use alloc::vec::Vec;
 use attempt::{Attempt, Offer};
 
 /// What the receiver knows of one link.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 struct Peer {
     regions: BTreeMap<RegionId, u64>,
     limits: Limits,
@@ -37,13 +37,13 @@ struct Peer {
     queue: VecDeque<(AttemptId, Key)>,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 enum Step {
     Pull,
     Verify,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 struct Op {
     attempt: AttemptId,
     key: Key,
@@ -52,7 +52,7 @@ struct Op {
 }
 
 /// The decode side. See the module text.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 pub struct Receiver {
     config: ReceiverConfig,
     peers: BTreeMap<PeerId, Peer>,
@@ -152,7 +152,9 @@ impl Receiver {
         if open >= limit {
             return Err(StartError::Busy { open, limit });
         }
-        if self.attempts.contains_key(&start.attempt) || self.ended.contains(&start.attempt) {
+        if self.attempts.contains_key(&start.attempt)
+            || !guard!(SlotGeneration, !self.ended.contains(&start.attempt))
+        {
             return Err(StartError::DuplicateAttempt(start.attempt));
         }
         let peer_items = usize::try_from(peer.limits.max_items).unwrap_or(usize::MAX);
@@ -484,7 +486,9 @@ impl Receiver {
                     self.outputs.push_back(ReceiverOutput::Fresh { attempt, groups });
                 }
             }
-            ReceiverState::Draining | ReceiverState::Orphaned if open.in_flight == 0 => {
+            ReceiverState::Draining | ReceiverState::Orphaned
+                if guard!(DrainProof, open.in_flight == 0) =>
+            {
                 let was = open.state;
                 open.state = was.after(ReceiverEvent::Drained).unwrap_or(was);
                 let peer = open.peer;

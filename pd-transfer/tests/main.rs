@@ -5,6 +5,7 @@ mod it {
     mod conformance;
     mod handoff;
     mod hostile;
+    mod model;
     mod processes;
     mod side;
     mod sim;
