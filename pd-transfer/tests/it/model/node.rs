@@ -66,25 +66,56 @@ pub(crate) enum Seat {
 /// An event at one node. Together with the node's state it decides everything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Local {
-    Up { link: u8 },
+    Up {
+        link: u8,
+    },
     /// Bytes of message number `message` of the search.
-    Bytes { link: u8, message: u32 },
-    Lost { link: u8 },
+    Bytes {
+        link: u8,
+        message: u32,
+    },
+    Lost {
+        link: u8,
+    },
     Tick,
-    Start { request: u8 },
-    Abort { request: u8 },
+    Start {
+        request: u8,
+    },
+    Abort {
+        request: u8,
+    },
     /// Half of a get: what the source holds, and whether its guard word has the right value.
-    Read { op: u64, value: Half, is_fresh: bool },
-    GetError { op: u64 },
-    Verify { op: u64 },
-    Compute { attempt: AttemptId },
+    Read {
+        op: u64,
+        value: Half,
+        is_fresh: bool,
+    },
+    GetError {
+        op: u64,
+    },
+    Verify {
+        op: u64,
+    },
+    Compute {
+        attempt: AttemptId,
+    },
     /// The same, but the prefill side forgets the last page.
-    Short { attempt: AttemptId },
+    Short {
+        attempt: AttemptId,
+    },
     /// The same, but the last page has a key that is not in the plan.
-    Unknown { attempt: AttemptId },
+    Unknown {
+        attempt: AttemptId,
+    },
     /// Bytes of a page that was offered before they were written.
-    Write { attempt: AttemptId, n: usize },
-    Overwrite { page: usize, is_silent: bool },
+    Write {
+        attempt: AttemptId,
+        n: usize,
+    },
+    Overwrite {
+        page: usize,
+        is_silent: bool,
+    },
 }
 
 #[derive(Clone, Debug, Hash)]
@@ -370,18 +401,10 @@ impl Node {
     }
 
     /// A part of a get lands: a half, or the whole page where the setup does not care.
-    fn read(
-        &mut self,
-        setup: &Setup,
-        op: u64,
-        value: Half,
-        is_fresh: bool,
-        effects: &mut Effects,
-    ) {
+    fn read(&mut self, setup: &Setup, op: u64, value: Half, is_fresh: bool, effects: &mut Effects) {
         let Some(mut flight) = self.flights.get(&op).cloned() else { return };
         let page = &mut self.pages[flight.target];
-        let is_own =
-            page.owner == Some(flight.attempt) && page.generation == flight.generation;
+        let is_own = page.owner == Some(flight.attempt) && page.generation == flight.generation;
         effects.promise(is_own, Property::S1, "a get writes a page that is not its attempt's");
         page.is_verified = false;
         page.halves[usize::from(flight.half)] = value;
@@ -472,9 +495,9 @@ impl Node {
             job.items.extend(fresh.clone());
         }
         job.is_finished = is_forgotten || job.items.len() == job.pages.len();
-        let record = job.is_finished.then(|| {
-            FinalRecord::new(plan_hash(setup.pages), &job.items, vec![job.request, 7])
-        });
+        let record = job
+            .is_finished
+            .then(|| FinalRecord::new(plan_hash(setup.pages), &job.items, vec![job.request, 7]));
         if !fresh.is_empty() {
             self.endpoint.ready(self.now, attempt, fresh);
         }
@@ -552,13 +575,7 @@ impl Node {
         }
     }
 
-    fn requested(
-        &mut self,
-        setup: &Setup,
-        attempt: AttemptId,
-        request: u8,
-        effects: &mut Effects,
-    ) {
+    fn requested(&mut self, setup: &Setup, attempt: AttemptId, request: u8, effects: &mut Effects) {
         let reserved = self.reserve(attempt, setup.pages);
         let is_full = reserved.is_none();
         let job = Job {
@@ -601,9 +618,8 @@ impl Node {
         for (n, page) in run.pages.iter().enumerate() {
             let page = &self.pages[*page];
             effects.promise(page.is_verified, Property::S2, "a page is used unverified");
-            let is_right = (0..2).all(|half| {
-                page.halves[half] == content(run.request, n, half, false)
-            });
+            let is_right =
+                (0..2).all(|half| page.halves[half] == content(run.request, n, half, false));
             effects.promise(is_right, Property::S3, "a page holds other bytes than asked for");
         }
         let is_right = record.payload == [run.request, 7];
@@ -637,8 +653,7 @@ impl Node {
     fn check(&self, effects: &mut Effects) {
         for flight in self.flights.values() {
             let page = &self.pages[flight.target];
-            let is_own =
-                page.owner == Some(flight.attempt) && page.generation == flight.generation;
+            let is_own = page.owner == Some(flight.attempt) && page.generation == flight.generation;
             let text = "a page is let go of while a get may write it";
             effects.promise(is_own, Property::S1, text);
         }
@@ -646,9 +661,8 @@ impl Node {
         let count = owned.clone().count();
         let text = "free and owned pages are not all pages";
         effects.promise(count + self.free.len() == self.pages.len(), Property::S4, text);
-        let mut living = owned.map(|owner| {
-            self.runs.contains_key(&owner) || self.jobs.contains_key(&owner)
-        });
+        let mut living =
+            owned.map(|owner| self.runs.contains_key(&owner) || self.jobs.contains_key(&owner));
         effects.promise(living.all(|is| is), Property::S4, "a page's owner is gone");
     }
 
@@ -668,17 +682,15 @@ impl Node {
 
     /// All requests have ended.
     pub(crate) fn is_ended(&self) -> bool {
-        self.asks.iter().all(|ask| matches!(ask, Ask::Served | Ask::Failed))
-            && self.runs.is_empty()
+        self.asks.iter().all(|ask| matches!(ask, Ask::Served | Ask::Failed)) && self.runs.is_empty()
     }
 
     /// Whether page `n` of a job may still be computed, and what is left to write.
     pub(crate) fn work(&self) -> (Vec<AttemptId>, Vec<(AttemptId, usize)>) {
         let open = |job: &Job| !job.is_cancelled && !job.is_finished;
         let compute = self.jobs.iter().filter(|(_, job)| open(job)).map(|(id, _)| *id);
-        let unwritten = self.jobs.iter().flat_map(|(id, job)| {
-            job.unwritten.iter().map(|n| (*id, *n))
-        });
+        let unwritten =
+            self.jobs.iter().flat_map(|(id, job)| job.unwritten.iter().map(|n| (*id, *n)));
         (compute.collect(), unwritten.collect())
     }
 

@@ -5,8 +5,7 @@
 //! the world that share that node state. States are told apart by 128-bit hashes.
 
 use super::Setup;
-use super::node::{Ask, Effects, Flight, Half, Local, Node, Property, Seat, Violation, DAMAGED};
-use pd_transfer::hash::hash128;
+use super::node::{Ask, DAMAGED, Effects, Flight, Half, Local, Node, Property, Seat, Violation};
 use pd_transfer::id::PeerId;
 use pd_transfer::testing::mutation::Mutation;
 use pd_transfer::wire::{self, AttemptId, Message};
@@ -322,7 +321,12 @@ impl Search {
                         (passed.next, passed.next_event) = (index, event);
                     }
                 }
-                assert!(self.states.len() <= states_max, "more than {states_max} states");
+                assert!(
+                    self.states.len() <= states_max,
+                    "more than {states_max} states at depth {}, last {:?}",
+                    self.states[at as usize].depth,
+                    self.trace(at)
+                );
             }
             self.drop_nodes(&coming);
             level = coming;
@@ -458,8 +462,7 @@ impl Search {
     /// Every event that can happen now; first those without a fault, whose number is returned, in
     /// the order of a fair schedule.
     pub(crate) fn events(&self, state: &State, events: &mut Vec<Event>) -> usize {
-        let (decode, prefill) =
-            (self.view(state, Seat::Decode), self.view(state, Seat::Prefill));
+        let (decode, prefill) = (self.view(state, Seat::Decode), self.view(state, Seat::Prefill));
         let letters = self.arrivals(state);
         let first = |to: Seat| letters.iter().find(|letter| letter.to == to);
         if self.setup.is_fifo {
@@ -474,7 +477,9 @@ impl Search {
             }
         }
         let at = |seat| move |local| Event::At(seat, local);
-        events.extend(decode.verifies.iter().map(|op| Local::Verify { op: *op }).map(at(Seat::Decode)));
+        events.extend(
+            decode.verifies.iter().map(|op| Local::Verify { op: *op }).map(at(Seat::Decode)),
+        );
         let compute = |(attempt, _): &(AttemptId, bool)| Local::Compute { attempt: *attempt };
         events.extend(prefill.computes.iter().map(compute).map(at(Seat::Prefill)));
         let write = |(attempt, n): &(AttemptId, usize)| Local::Write { attempt: *attempt, n: *n };
@@ -519,8 +524,7 @@ impl Search {
     }
 
     fn faults(&self, state: &State, letters: &[Letter], is_idle: bool, events: &mut Vec<Event>) {
-        let (decode, prefill) =
-            (self.view(state, Seat::Decode), self.view(state, Seat::Prefill));
+        let (decode, prefill) = (self.view(state, Seat::Decode), self.view(state, Seat::Prefill));
         let may = |fault: Fault| state.left[fault as usize] > 0;
         for letter in letters {
             if may(Fault::Reorder) && !events.contains(&Event::Deliver(*letter)) {
@@ -558,7 +562,8 @@ impl Search {
         for request in &decode.running {
             add(Fault::Abort, Local::Abort { request: *request });
         }
-        for (op, flight) in decode.flights.iter().filter(|(_, flight)| self.is_read(state, flight)) {
+        for (op, flight) in decode.flights.iter().filter(|(_, flight)| self.is_read(state, flight))
+        {
             if flight.half == 0 {
                 let (op, value) = (*op, DAMAGED);
                 add(Fault::Damage, Local::Read { op, value, is_fresh: true });
@@ -666,8 +671,7 @@ impl Search {
     }
 
     fn crash(&mut self, after: &mut State, seat: Seat) {
-        let fault =
-            if seat == Seat::Decode { Fault::CrashDecode } else { Fault::CrashPrefill };
+        let fault = if seat == Seat::Decode { Fault::CrashDecode } else { Fault::CrashPrefill };
         after.left[fault as usize] -= 1;
         after.total -= 1;
         let node = self.node(after, seat).restarted(&self.setup);
@@ -767,7 +771,8 @@ impl Search {
             }),
             ..Effects::default()
         });
-        let sent = effects.sent.into_iter().map(|(peer, bytes)| (peer.0 as u8, self.message(bytes)));
+        let sent =
+            effects.sent.into_iter().map(|(peer, bytes)| (peer.0 as u8, self.message(bytes)));
         let sent = sent.collect();
         let node = if effects.violation.is_some() { node } else { self.intern(after) };
         self.stepped.push(Stepped {
@@ -862,7 +867,8 @@ impl View {
     fn of(setup: &Setup, node: &Node) -> Self {
         let (computes, writes) = node.work();
         let asks = || (0_u8..).zip(&node.asks);
-        let can_start = node.link.is_some() && node.free_pages() >= setup.pages;
+        let is_slot_free = !setup.is_slots || node.runs.is_empty();
+        let can_start = node.link.is_some() && node.free_pages() >= setup.pages && is_slot_free;
         let pending = |(request, ask): (u8, &Ask)| {
             (can_start && matches!(ask, Ask::Pending { .. })).then_some(request)
         };
@@ -882,10 +888,4 @@ impl View {
             is_refused: node.is_refused,
         }
     }
-}
-
-/// A short name for a log, of the bytes that make a trace: equal traces, equal names.
-pub(crate) fn trace_name(trace: &[String]) -> String {
-    let hash = hash128(trace.join("\n").as_bytes());
-    hash[..4].iter().map(|byte| format!("{byte:02x}")).collect()
 }
