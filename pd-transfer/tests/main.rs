@@ -7,6 +7,7 @@ mod it {
     mod hostile;
     mod model;
     mod processes;
+    mod races;
     mod side;
     mod sim;
     mod states;

@@ -10,7 +10,7 @@ use pd_transfer::link::{LinkConfig, Side};
 use pd_transfer::receiver::{ReceiverConfig, RetargetError, Start, Target, Verify};
 use pd_transfer::sender::{OfferError, SenderConfig};
 use pd_transfer::testing::mutation::Mutation;
-use pd_transfer::testing::pages::{key, number};
+use pd_transfer::testing::pages::key;
 use pd_transfer::wire::{
     AttemptId, Extent, FinalRecord, Fingerprint, Guard, Hello, Identity, Incarnation, Item, Key,
     Limits, MAX_MESSAGE_BYTES, PROTO_VERSION, RegionDesc, RegionId, Role, Tag, code,
@@ -704,9 +704,4 @@ impl Node {
     pub(crate) fn is_last(&self, id: &AttemptId) -> bool {
         self.jobs.get(id).is_some_and(|job| job.items.len() + 1 == job.pages.len())
     }
-}
-
-/// The number of a page in the plan, for a trace.
-pub(crate) fn page_number(key: &Key) -> u32 {
-    number(key)
 }

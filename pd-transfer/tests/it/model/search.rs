@@ -658,7 +658,9 @@ impl Search {
             }
             Event::Crash(seat) => self.crash(&mut after, seat),
         }
-        let is_late = after.left[Fault::Late as usize] > 0 && after.total > 0;
+        // What can't be spent any more makes no difference.
+        after.left = after.left.map(|left| left.min(after.total));
+        let is_late = after.left[Fault::Late as usize] > 0;
         let link = after.link;
         after.letters.retain(|letter| letter.link == link || is_late);
         if self.setup.is_fifo {
