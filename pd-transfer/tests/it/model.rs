@@ -72,8 +72,8 @@ const STATES_MAX: usize = 4_000_000;
 
 const SCOPES: &[(&str, Setup)] = &[
     (
-        "two requests of two pages, two tries, one abort, damaged read or crash of prefill",
-        Setup { requests: 2, tries: 2, faults: SOME, total: 1, ..Setup::PLAIN },
+        "two requests of two pages, one abort, damaged read or crash of prefill",
+        Setup { requests: 2, faults: SOME, total: 1, ..Setup::PLAIN },
     ),
     (
         "one request of two pages, two tries, any two faults",
@@ -336,16 +336,4 @@ fn each_guard_is_needed() {
         }
     }
     committed("guards", &text);
-}
-#[test]
-fn probe() {
-    let at: usize = std::env::var("PROBE").unwrap().parse().unwrap();
-    if at >= 10 {
-        let (k, tries) = ((at - 10) % 10, (at - 10) / 10);
-        let setup = Setup { requests: 2, tries: tries as u8, faults: &SOME[k..k+1], total: 1, ..Setup::PLAIN };
-        println!("{:?}", Search::new(setup).run(STATES_MAX));
-        return;
-    }
-
-    println!("{}", scope_lines(SCOPES[at].0, &SCOPES[at].1).1);
 }
