@@ -23,7 +23,7 @@ use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 
 /// Everything an [`Endpoint`] is made of.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct EndpointConfig {
     /// Who this node is. The role decides whether there is a sender, a receiver or both.
     pub hello: Hello,
@@ -38,7 +38,7 @@ pub struct EndpointConfig {
 }
 
 /// News for the upper layer.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Upcall {
     /// Prefill side: compute this; see [`SenderOutput::Requested`].
     Requested {
@@ -148,7 +148,7 @@ pub enum Upcall {
 }
 
 /// What the owner of an endpoint has to do.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
     /// Give these bytes to the transport.
     Transmit {
@@ -178,7 +178,7 @@ pub enum Action {
 /// Links beyond the limit that are kept for the moment that a refusal takes; more are cut.
 const REFUSING_MAX: usize = 16;
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 struct PeerEntry {
     link: Link,
     address: String,
@@ -190,7 +190,7 @@ struct PeerEntry {
 }
 
 /// A link as seen from outside.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PeerSnapshot {
     /// Its name.
     pub peer: PeerId,
@@ -203,7 +203,7 @@ pub struct PeerSnapshot {
 }
 
 /// See the module text.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 pub struct Endpoint {
     config: EndpointConfig,
     peers: BTreeMap<PeerId, PeerEntry>,

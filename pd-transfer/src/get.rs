@@ -8,7 +8,7 @@ use alloc::vec::Vec;
 /// Copy `source` in a region of the peer to `target` in a region of ours.
 ///
 /// The lists have equal length and pairwise equal extent lengths.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Get {
     /// Named in the completion.
     pub op: OpId,
@@ -25,7 +25,7 @@ pub struct Get {
 }
 
 /// How a get ended. Whatever the outcome, no write to its target follows.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum GetOutcome {
     /// The bytes are in the target and visible to this process.
     Done,

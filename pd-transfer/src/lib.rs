@@ -47,6 +47,9 @@
 
 extern crate alloc;
 
+#[macro_use]
+mod guard;
+
 #[cfg(feature = "std")]
 pub mod copy;
 pub mod counters;

@@ -13,7 +13,7 @@ use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 
 /// Times of a link, in microseconds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LinkConfig {
     /// A link that is not up after this time is closed.
     pub handshake_us: u64,
@@ -37,7 +37,7 @@ impl Default for LinkConfig {
 }
 
 /// Who opened a link.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     /// This node connected.
     Connector,
@@ -46,7 +46,7 @@ pub enum Side {
 }
 
 /// Why a link has to be cut.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum CloseReason {
     /// Not up in time.
     #[error("no agreement within {0} us")]
@@ -66,7 +66,7 @@ pub enum CloseReason {
 }
 
 /// What a link wants done.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum LinkOutput {
     /// Give these bytes to the transport.
     Transmit(Vec<u8>),
@@ -86,7 +86,7 @@ pub enum LinkOutput {
 }
 
 /// Which sequence numbers were seen: the highest, and a bit for each of the 1024 below it.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Hash)]
 struct Window {
     next: u64,
     seen: [u64; 16],
@@ -138,7 +138,7 @@ impl Window {
 }
 
 /// One link, from the first byte to the cut.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 pub struct Link {
     config: LinkConfig,
     own: Hello,
@@ -249,7 +249,7 @@ impl Link {
             Err(error) => return self.malformed(error.to_string()),
         };
         // PD-L8
-        if self.peer.is_some_and(|peer| peer != envelope.incarnation) {
+        if !guard!(Incarnation, self.peer.is_none_or(|peer| peer == envelope.incarnation)) {
             self.counters.dropped_foreign += 1;
             return;
         }
@@ -510,7 +510,7 @@ fn misfit(own: &Hello, peer: &Hello) -> Option<(RefuseReason, String)> {
         return Some((RefuseReason::SelfLink, format!("{} is this node", peer.incarnation)));
     }
     // PD-L3
-    if peer.fingerprint != own.fingerprint {
+    if !guard!(LayoutCheck, peer.fingerprint == own.fingerprint) {
         let text = format!(
             "page layouts differ\n{:?} {}: {}\n{:?} {}: {}",
             own.role, own.fingerprint, own.layout, peer.role, peer.fingerprint, peer.layout

@@ -27,7 +27,7 @@ use alloc::vec::Vec;
 use attempt::{Attempt, Offer};
 
 /// What the receiver knows of one link.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 struct Peer {
     regions: BTreeMap<RegionId, u64>,
     limits: Limits,
@@ -37,13 +37,13 @@ struct Peer {
     queue: VecDeque<(AttemptId, Key)>,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 enum Step {
     Pull,
     Verify,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 struct Op {
     attempt: AttemptId,
     key: Key,
@@ -52,7 +52,7 @@ struct Op {
 }
 
 /// The decode side. See the module text.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 pub struct Receiver {
     config: ReceiverConfig,
     peers: BTreeMap<PeerId, Peer>,
@@ -154,7 +154,9 @@ impl Receiver {
             return Err(StartError::Busy { open, limit });
         }
         // PD-R1
-        if self.attempts.contains_key(&start.attempt) || self.ended.contains(&start.attempt) {
+        if self.attempts.contains_key(&start.attempt)
+            || !guard!(SlotGeneration, !self.ended.contains(&start.attempt))
+        {
             return Err(StartError::DuplicateAttempt(start.attempt));
         }
         // PD-R2
@@ -498,7 +500,9 @@ impl Receiver {
                 }
             }
             // PD-F2 PD-G3 PD-G5
-            ReceiverState::Draining | ReceiverState::Orphaned if open.in_flight == 0 => {
+            ReceiverState::Draining | ReceiverState::Orphaned
+                if guard!(DrainProof, open.in_flight == 0) =>
+            {
                 let was = open.state;
                 open.state = was.after(ReceiverEvent::Drained).unwrap_or(was);
                 let peer = open.peer;

@@ -13,7 +13,7 @@ use alloc::string::String;
 use alloc::vec::Vec;
 
 /// Bounds and times of a [`Sender`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SenderConfig {
     /// Most attempts that are not released; one more is rejected with [`code::BUSY`].
     pub attempts_max: usize,
@@ -54,7 +54,7 @@ pub enum Proof {
 }
 
 /// What the sender wants done or known.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum SenderOutput {
     /// Send a message.
     Send {
@@ -99,7 +99,7 @@ pub enum SenderOutput {
 }
 
 /// Why pages or a record were not taken. The attempt is unchanged.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum OfferError {
     /// Released, withdrawn, finished, rejected, or never requested.
@@ -159,7 +159,7 @@ pub enum OfferError {
     },
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 struct Attempt {
     peer: PeerId,
     request_hash: [u8; 16],
@@ -174,14 +174,14 @@ struct Attempt {
     last: Option<LastWord>,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 enum LastWord {
     Final(FinalRecord, [u8; 16]),
     Reject(u16, String),
 }
 
 /// The prefill side. See the module text.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 pub struct Sender {
     config: SenderConfig,
     peers: BTreeSet<PeerId>,
@@ -455,7 +455,7 @@ impl Sender {
             return self.refuse(peer, attempt, code::DUPLICATE, "attempt id is in use");
         }
         // PD-S2
-        if self.ended.contains(&attempt) {
+        if !guard!(SlotGeneration, !self.ended.contains(&attempt)) {
             return self.refuse(peer, attempt, code::DUPLICATE, "attempt id was used before");
         }
         if !self.peers.contains(&peer) {

@@ -163,7 +163,7 @@ impl Role {
 }
 
 /// What a node accepts; exchanged so that the other side can refuse early.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, SchemaWrite, SchemaRead)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, SchemaWrite, SchemaRead)]
 pub struct Limits {
     /// Longest prompt in tokens.
     pub max_prompt_tokens: u32,
@@ -174,7 +174,7 @@ pub struct Limits {
 }
 
 /// A region of the peer that gets may name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, SchemaWrite, SchemaRead)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, SchemaWrite, SchemaRead)]
 pub struct RegionDesc {
     /// Its number at the owner.
     pub region: RegionId,
@@ -183,7 +183,7 @@ pub struct RegionDesc {
 }
 
 /// Who a node is: first message of each side of a link.
-#[derive(Clone, Debug, PartialEq, Eq, SchemaWrite, SchemaRead)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, SchemaWrite, SchemaRead)]
 pub struct Hello {
     /// [`PROTO_VERSION`] of the sender.
     pub proto: u32,
@@ -248,7 +248,7 @@ pub mod code {
 }
 
 /// The last word on an attempt: exactly what was offered, and what decode needs beside the pages.
-#[derive(Clone, Debug, PartialEq, Eq, SchemaWrite, SchemaRead)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, SchemaWrite, SchemaRead)]
 pub struct FinalRecord {
     /// Hash of the plan that both sides computed.
     pub plan_hash: [u8; 16],
@@ -291,7 +291,7 @@ impl FinalRecord {
 }
 
 /// Everything one node says to another. The variant order is part of the format.
-#[derive(Clone, Debug, PartialEq, Eq, SchemaWrite, SchemaRead)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, SchemaWrite, SchemaRead)]
 pub enum Message {
     /// Opens a link.
     Hello(Hello),
@@ -510,7 +510,7 @@ fn within(field: &'static str, value: usize, limit: usize) -> Result<(), LimitEr
 }
 
 /// A field is empty that must not be, or larger than the format allows.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 #[error("{field}: {value} is outside 1..={limit}")]
 pub struct LimitError {
     /// The field.
@@ -522,7 +522,7 @@ pub struct LimitError {
 }
 
 /// A message that can't be put into bytes.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum EncodeError {
     /// A field exceeds the format's limits.
     #[error("encode {kind}: {limit}")]
@@ -548,7 +548,7 @@ pub enum EncodeError {
 }
 
 /// Bytes that are no message.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum DecodeError {
     /// Shorter than a header.
@@ -603,7 +603,7 @@ struct Header {
 }
 
 /// A decoded message with where it came from.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Envelope {
     /// The process that sent it.
     pub incarnation: Incarnation,
@@ -697,7 +697,7 @@ fn decode_body(body: &[u8]) -> Result<Message, DecodeError> {
 }
 
 /// What a socket transport asks for in a get.
-#[derive(Clone, Debug, PartialEq, Eq, SchemaWrite, SchemaRead)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, SchemaWrite, SchemaRead)]
 pub struct ReadRequest {
     /// Region of the source.
     pub region: RegionId,

@@ -7,7 +7,9 @@ mod it {
     mod fences;
     mod handoff;
     mod hostile;
+    mod model;
     mod processes;
+    mod races;
     mod side;
     mod sim;
     mod spec;

@@ -1,6 +1,6 @@
 //! What `.ci/run` does, in order and with times.
 
-use crate::test::{Layer, Runner};
+use crate::test::{Layer, Numbers, Runner};
 use crate::{docs, external, fences, python, sh, test, tidy, versions};
 use anyhow::{Context as _, Result};
 use std::time::Instant;
@@ -82,7 +82,8 @@ fn each_core_without_std() -> Result<()> {
 }
 
 fn tests() -> Result<()> {
-    test::run(Layer::All, commit_seed(), Runner::Installed)
+    let numbers = Numbers { seed: commit_seed(), requests: None };
+    test::run(Layer::All, numbers, Runner::Installed)
 }
 
 /// A seed that is another one for each commit and the same for each run of it.

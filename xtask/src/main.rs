@@ -51,6 +51,9 @@ enum Task {
         /// Seed of randomised tests.
         #[arg(long)]
         seed: Option<u64>,
+        /// Requests of the simulation with every fault on; layer `sim` only.
+        #[arg(long)]
+        requests: Option<u64>,
         /// Use `cargo test` even where cargo-nextest is installed.
         #[arg(long)]
         plain: bool,
@@ -120,9 +123,9 @@ fn perform(task: Task) -> Result<()> {
         Task::Check => ci::check(),
         Task::Tidy => tidy::run(),
         Task::Fences => fences::run(),
-        Task::Test { layer, seed, plain } => {
+        Task::Test { layer, seed, requests, plain } => {
             let runner = if plain { test::Runner::Cargo } else { test::Runner::Installed };
-            test::run(layer, seed, runner)
+            test::run(layer, test::Numbers { seed, requests }, runner)
         }
         Task::Bench { compare: Some(BenchTask::Compare { a, b }), .. } => bench::compare(&a, &b),
         Task::Bench { compare: None, suite } => bench::run(suite),
@@ -158,5 +161,6 @@ mod tests {
         assert!(parse(&["xtask", "bench", "compare", "a", "b"]).is_ok());
         assert!(parse(&["xtask", "bench", "nothing"]).is_err());
         assert!(parse(&["xtask", "test", "sim", "--seed", "7"]).is_ok());
+        assert!(parse(&["xtask", "test", "sim", "--requests", "100000"]).is_ok());
     }
 }

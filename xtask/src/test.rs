@@ -18,6 +18,8 @@ use tally::Tally;
 const FLOOR: &str = ".config/test-floor.toml";
 /// Seed of randomised tests, for those that read it.
 const SEED: &str = "DSV4_TEST_SEED";
+/// Requests of the simulation with every fault on, for the nightly run.
+const REQUESTS: &str = "DSV4_SIM_REQUESTS";
 /// Tests that call the server through the `openai` Python package have this in their name.
 const PYTHON_TESTS: &str = "openai_client";
 
@@ -30,12 +32,22 @@ pub(crate) enum Runner {
     Cargo,
 }
 
+/// What the tests are told. Without a number each test uses its own.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Numbers {
+    /// Seed of every randomised test.
+    pub(crate) seed: Option<u64>,
+    /// Requests that the simulation runs with every fault on.
+    pub(crate) requests: Option<u64>,
+}
+
 /// Runs the tests of `layer`.
-///
-/// `seed` goes to every randomised test; without it each test uses its own.
-pub(crate) fn run(layer: Layer, seed: Option<u64>, runner: Runner) -> Result<()> {
+pub(crate) fn run(layer: Layer, numbers: Numbers, runner: Runner) -> Result<()> {
     if layer == Layer::Load {
-        return load(seed);
+        return load(numbers);
+    }
+    if numbers.requests.is_some() && layer != Layer::Sim {
+        bail!("--requests is for the layer sim");
     }
     let python = if layer.has_end_to_end() { interpreter()? } else { None };
     let mut tally = Tally::default();
@@ -43,19 +55,19 @@ pub(crate) fn run(layer: Layer, seed: Option<u64>, runner: Runner) -> Result<()>
     if layer.has_doc_tests() {
         let mut doc = sh::cargo();
         doc.args(["test", "--workspace", "--all-features", "--doc"]);
-        equip(&mut doc, seed, python.as_deref());
+        equip(&mut doc, numbers, python.as_deref());
         watch(&mut doc, Watch::Stdout, &mut tally)?;
     }
     let without = (layer.has_end_to_end() && python.is_none()).then_some(PYTHON_TESTS);
     if runner == Runner::Installed && has_nextest() {
         let mut nextest = nextest(layer, without);
-        equip(&mut nextest, seed, python.as_deref());
+        equip(&mut nextest, numbers, python.as_deref());
         watch(&mut nextest, Watch::Stderr, &mut tally)?;
         return above_floor(layer, &tally, without);
     }
     let mut plain = Tally::default();
     for mut command in layers::libtest(layer, without) {
-        equip(&mut command, seed, python.as_deref());
+        equip(&mut command, numbers, python.as_deref());
         watch(&mut command, Watch::Stdout, &mut plain)?;
     }
     tally.add(&plain);
@@ -82,9 +94,12 @@ fn nextest(layer: Layer, without: Option<&str>) -> Command {
     command
 }
 
-fn equip(command: &mut Command, seed: Option<u64>, python: Option<&str>) {
-    if let Some(seed) = seed {
+fn equip(command: &mut Command, numbers: Numbers, python: Option<&str>) {
+    if let Some(seed) = numbers.seed {
         command.env(SEED, seed.to_string()).env("PROPTEST_RNG_SEED", seed.to_string());
+    }
+    if let Some(requests) = numbers.requests {
+        command.env(REQUESTS, requests.to_string());
     }
     if let Some(python) = python {
         command.env(python::VARIABLE, python);
@@ -127,7 +142,7 @@ fn above_floor(layer: Layer, tally: &Tally, without: Option<&str>) -> Result<()>
 }
 
 /// The long load run: every test or bench target called `load`, in release.
-fn load(seed: Option<u64>) -> Result<()> {
+fn load(numbers: Numbers) -> Result<()> {
     let mut runs = 0;
     for package in metadata::packages()? {
         for target in package.targets.iter().filter(|target| target.name == "load") {
@@ -139,7 +154,7 @@ fn load(seed: Option<u64>) -> Result<()> {
                 }
                 _ => continue,
             };
-            equip(&mut command, seed, None);
+            equip(&mut command, numbers, None);
             sh::run(&mut command)?;
             runs += 1;
         }

@@ -12,7 +12,7 @@ use alloc::string::String;
 use alloc::vec::Vec;
 
 /// What became of an item or a page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Offer {
     New,
     Known,
@@ -20,7 +20,7 @@ pub(super) enum Offer {
     Mismatch,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Stage {
     /// Not offered, waiting in the queue, or waiting for a fresh target.
     Idle,
@@ -29,14 +29,14 @@ enum Stage {
     Good,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 struct Page {
     target: Target,
     item: Option<Item>,
     stage: Stage,
 }
 
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Hash)]
 struct Group {
     keys: Vec<Key>,
     in_flight: usize,
@@ -48,7 +48,7 @@ struct Group {
     is_retried: bool,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 pub(super) struct Attempt {
     pub(super) peer: PeerId,
     pub(super) request: Vec<u8>,
@@ -193,7 +193,12 @@ impl Attempt {
         let key = item.key;
         let Some(page) = self.pages.get_mut(&key) else {
             // PD-R3
-            return Err(format!("page {key} is not in the plan"));
+            // Without the guard it would be skipped, as a kind that one knows nothing of.
+            return if guard!(UnknownKind, false) {
+                Ok(Offer::Known)
+            } else {
+                Err(format!("page {key} is not in the plan"))
+            };
         };
         // PD-R6
         if let Some(known) = &page.item {
@@ -245,7 +250,7 @@ impl Attempt {
         hash: [u8; 16],
     ) -> Result<bool, String> {
         // PD-R11
-        if record.hash().ok() != Some(hash) {
+        if !guard!(RecordHash, record.hash().ok() == Some(hash)) {
             return Err(String::from("the final record does not have its hash"));
         }
         if let Some(known) = &self.record {
@@ -258,7 +263,8 @@ impl Attempt {
         if record.plan_hash != self.plan_hash {
             return Err(String::from("the sides made different plans"));
         }
-        if record.items as usize != self.planned || record.bytes != self.bytes {
+        let counts = record.items as usize == self.planned && record.bytes == self.bytes;
+        if !guard!(Count, counts) {
             return Err(format!(
                 "final record says {} pages of {} bytes, the plan has {} of {}",
                 record.items, record.bytes, self.planned, self.bytes
@@ -273,13 +279,14 @@ impl Attempt {
     pub(super) fn complete(&self) -> Option<Result<FinalRecord, String>> {
         let record = self.record.as_ref()?;
         // PD-R10
-        if self.good != self.planned || self.state != ReceiverState::Pulling {
+        let is_whole = guard!(Count, self.good == self.planned) && self.in_flight == 0;
+        if !is_whole || self.state != ReceiverState::Pulling {
             return None;
         }
         // PD-R11
         let items = self.pages.values().filter_map(|page| page.item.as_ref());
         let manifest = manifest_hash(items.map(|item| (item.key, item.identity, item.tag)));
-        Some(if manifest == record.manifest {
+        Some(if guard!(Manifest, manifest == record.manifest) {
             Ok(record.clone())
         } else {
             Err(String::from("the final manifest is not that of the offered pages"))
@@ -366,7 +373,7 @@ impl Attempt {
         for id in core::mem::take(&mut self.broken) {
             let Some(group) = self.groups.get_mut(&id) else { continue };
             // PD-V4 PD-G4
-            if group.in_flight > 0 {
+            if !guard!(SiblingCompletion, group.in_flight == 0) {
                 self.broken.insert(id);
                 continue;
             }

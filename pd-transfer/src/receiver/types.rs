@@ -10,7 +10,7 @@ use alloc::string::String;
 use alloc::vec::Vec;
 
 /// Bounds and times of a [`Receiver`](super::Receiver).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ReceiverConfig {
     /// Most attempts that are not forgotten.
     pub attempts_max: usize,
@@ -40,7 +40,7 @@ impl Default for ReceiverConfig {
 }
 
 /// Where one page of the plan lands.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Target {
     /// Its place in the plan.
     pub key: Key,
@@ -61,7 +61,7 @@ impl Target {
 }
 
 /// One attempt to be opened.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Start {
     /// A fresh random id.
     pub attempt: AttemptId,
@@ -78,7 +78,7 @@ pub struct Start {
 }
 
 /// Why an attempt was not opened.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
     /// No link of that name is up, or the peer offers no pages.
@@ -128,7 +128,7 @@ pub enum StartError {
 }
 
 /// Why targets were not taken.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum RetargetError {
     /// The attempt ended, failed or never was.
@@ -161,7 +161,7 @@ pub enum RetargetError {
 }
 
 /// Why an attempt failed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum FailReason {
     /// It could not be opened.
@@ -244,7 +244,7 @@ impl FailReason {
 }
 
 /// One page to be checked: do the bytes in the target have the tag?
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Verify {
     /// Named in the answer.
     pub op: OpId,
@@ -261,7 +261,7 @@ pub struct Verify {
 }
 
 /// What the receiver wants done or known.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum ReceiverOutput {
     /// Send a message.
     Send {

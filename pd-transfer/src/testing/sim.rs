@@ -81,6 +81,22 @@ impl Faults {
         }
     }
 
+    /// Every fault, as likely as [`Self::swarm`] makes it on average where it is on.
+    const fn every() -> Self {
+        Self {
+            delay_us: 100_000,
+            loss: 75,
+            duplicate: 100,
+            damage: 30,
+            cancel: 75,
+            cut: 30,
+            partition: 30,
+            crash: 10,
+            reuse: 100,
+            hang: 30,
+        }
+    }
+
     const fn none() -> Self {
         Self {
             delay_us: 500,
@@ -162,7 +178,7 @@ struct World {
     report: Report,
 }
 
-/// Runs the world of `seed`.
+/// Runs the world of `seed` with a random subset of the faults.
 ///
 /// # Panics
 /// A promise was broken; the message says which.
@@ -170,6 +186,19 @@ struct World {
 pub fn run(seed: u64, check: Check) -> Report {
     let mut rng = Rng::new(seed);
     let faults = Faults::swarm(&mut rng);
+    simulate(rng, faults, check)
+}
+
+/// Runs the world of `seed` with every fault on.
+///
+/// # Panics
+/// A promise was broken; the message says which.
+#[must_use]
+pub fn storm(seed: u64, check: Check) -> Report {
+    simulate(Rng::new(seed), Faults::every(), check)
+}
+
+fn simulate(rng: Rng, faults: Faults, check: Check) -> Report {
     let mut world = World {
         rng,
         faults,

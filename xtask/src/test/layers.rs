@@ -24,6 +24,8 @@ pub(crate) enum Layer {
     Golden,
     /// One suite for every implementation of a trait.
     Conformance,
+    /// Every order of events at the hand-off's machines, each guard removed, the known races.
+    Model,
     /// Seeded runs of many nodes under faults, in virtual time.
     Sim,
     /// Real processes over real HTTP.
@@ -42,6 +44,7 @@ impl Layer {
             Self::States => &["states"],
             Self::Golden => &["golden", "official", "invariance", "vectors", "frozen"],
             Self::Conformance => &["conformance"],
+            Self::Model => &["model", "races"],
             Self::Sim => &["sim", "faults"],
             Self::E2e => &["e2e", "pd_pair", "processes"],
             Self::Unit | Self::Load | Self::All => &[],
@@ -79,7 +82,8 @@ fn claimed() -> impl Iterator<Item = &'static str> {
 
 /// The nextest expression for `layer` without the tests named `without`; `None` for all tests.
 pub(super) fn nextest_filter(layer: Layer, without: Option<&str>) -> Option<String> {
-    let modules = |modules: Vec<&str>| format!("(kind(test) & test(/^({})::/))", modules.join("|"));
+    let modules =
+        |modules: Vec<&str>| format!("(kind(test) & test(/(^|::)({})::/))", modules.join("|"));
     let mut filter = match layer {
         Layer::All | Layer::Load => None,
         Layer::Unit => Some(format!("not {}", modules(claimed().collect()))),
@@ -162,7 +166,7 @@ mod tests {
     #[test]
     fn filters_name_the_modules() {
         let filter = nextest_filter(Layer::Sim, None).unwrap();
-        assert_eq!(filter, "(kind(test) & test(/^(sim|faults)::/))");
+        assert_eq!(filter, "(kind(test) & test(/(^|::)(sim|faults)::/))");
         assert_eq!(nextest_filter(Layer::All, None), None);
         let filter = nextest_filter(Layer::E2e, Some("x")).unwrap();
         assert!(filter.ends_with(") & not test(x)"), "{filter}");
