@@ -589,48 +589,17 @@ impl Search {
     /// The state after `event`.
     pub(crate) fn apply(&mut self, state: &State, event: Event) -> Result<State, Violation> {
         let mut after = state.clone();
-        let take = |after: &mut State, letter: &Letter| {
-            if let Some(place) = after.letters.iter().position(|known| known == letter) {
-                after.letters.remove(place);
-            }
-        };
-        let spend = |after: &mut State, fault: Fault| {
-            after.left[fault as usize] -= 1;
-            after.total -= 1;
-        };
         match event {
-            Event::Deliver(letter) => {
-                take(&mut after, &letter);
-                self.receive(&mut after, letter)?;
-            }
-            Event::Overtake(letter) => {
-                spend(&mut after, Fault::Reorder);
-                take(&mut after, &letter);
-                self.receive(&mut after, letter)?;
-            }
-            Event::Drop(letter) => {
-                spend(&mut after, Fault::Lose);
-                take(&mut after, &letter);
-            }
-            Event::Duplicate(letter) => {
-                spend(&mut after, Fault::Duplicate);
-                self.receive(&mut after, letter)?;
-            }
-            Event::Late(letter) => {
-                spend(&mut after, Fault::Late);
-                take(&mut after, &letter);
-                self.receive(&mut after, Letter { link: state.link, ..letter })?;
-            }
-            Event::Spoil(letter) => {
-                spend(&mut after, Fault::Spoil);
-                take(&mut after, &letter);
-                let message = self.spoil(letter.message);
-                after.letters.push(Letter { message, ..letter });
-            }
+            Event::Deliver(letter)
+            | Event::Overtake(letter)
+            | Event::Drop(letter)
+            | Event::Duplicate(letter)
+            | Event::Late(letter)
+            | Event::Spoil(letter) => self.post(&mut after, event, letter)?,
             Event::At(seat, local) => self.local(&mut after, seat, local)?,
             Event::Idle => self.local(&mut after, Seat::Decode, Local::Tick)?,
             Event::Fault(fault, local) => {
-                spend(&mut after, fault);
+                after.spend(fault);
                 let seat = match fault {
                     Fault::Overdue
                     | Fault::Overwrite
@@ -653,7 +622,7 @@ impl Search {
                 }
             }
             Event::Cut => {
-                spend(&mut after, Fault::Cut);
+                after.spend(Fault::Cut);
                 close(&mut after);
             }
             Event::Crash(seat) => self.crash(&mut after, seat),
@@ -672,10 +641,36 @@ impl Search {
         Ok(after)
     }
 
+    /// What the network does with a message.
+    fn post(&mut self, after: &mut State, event: Event, letter: Letter) -> Result<(), Violation> {
+        let (fault, is_taken) = match event {
+            Event::Overtake(_) => (Some(Fault::Reorder), true),
+            Event::Drop(_) => (Some(Fault::Lose), true),
+            Event::Duplicate(_) => (Some(Fault::Duplicate), false),
+            Event::Late(_) => (Some(Fault::Late), true),
+            Event::Spoil(_) => (Some(Fault::Spoil), true),
+            _ => (None, true),
+        };
+        if let Some(fault) = fault {
+            after.spend(fault);
+        }
+        if is_taken && let Some(place) = after.letters.iter().position(|known| *known == letter) {
+            after.letters.remove(place);
+        }
+        match event {
+            Event::Drop(_) => {}
+            Event::Spoil(_) => {
+                let message = self.spoil(letter.message);
+                after.letters.push(Letter { message, ..letter });
+            }
+            _ => self.receive(after, Letter { link: after.link, ..letter })?,
+        }
+        Ok(())
+    }
+
     fn crash(&mut self, after: &mut State, seat: Seat) {
         let fault = if seat == Seat::Decode { Fault::CrashDecode } else { Fault::CrashPrefill };
-        after.left[fault as usize] -= 1;
-        after.total -= 1;
+        after.spend(fault);
         let node = self.node(after, seat).restarted(&self.setup);
         after.nodes[slot(seat)] = self.intern(node);
         // What the dead process said may still come out of the network somewhere.
@@ -831,6 +826,13 @@ impl Search {
             Event::Cut => String::from("cut the link"),
             Event::Crash(seat) => format!("{seat:?} crashes and restarts").to_lowercase(),
         }
+    }
+}
+
+impl State {
+    fn spend(&mut self, fault: Fault) {
+        self.left[fault as usize] -= 1;
+        self.total -= 1;
     }
 }
 
