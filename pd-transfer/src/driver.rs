@@ -9,7 +9,8 @@ use crate::receiver::{ReceiverConfig, Start, Target, Verify};
 use crate::sender::SenderConfig;
 use crate::states::LinkState;
 use crate::transport::{
-    EventSink, RegionOwner, Transport, TransportError, TransportEvent, TransportFactory, describe,
+    EventSink, LostReason, RegionOwner, Transport, TransportError, TransportEvent,
+    TransportFactory, describe,
 };
 use crate::wire::{
     AttemptId, FinalRecord, Fingerprint, Hello, Incarnation, Item, Limits, MAX_LAYOUT_BYTES,
@@ -586,7 +587,13 @@ impl Driver {
             }
             TransportEvent::PeerLost { peer, why } => {
                 self.peers_changed = true;
-                self.open.remove(&peer);
+                let was_up = self.open.remove(&peer).is_some();
+                if let LostReason::Incompatible { .. } = &why
+                    && !was_up
+                {
+                    // Nobody else hears of a link that never came up, and this one never will.
+                    (self.upcalls)(Upcall::Event(format!("connect: {why}")));
+                }
                 self.endpoint.handle_peer_lost(now, peer, &why.to_string());
                 let longest = self.reconnect_us.1;
                 for route in self.routes.values_mut().filter(|r| r.peer == Some(peer)) {

@@ -9,5 +9,6 @@ mod it {
     mod side;
     mod sim;
     mod states;
+    mod ucx;
     mod wire;
 }
