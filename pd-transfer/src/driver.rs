@@ -592,7 +592,9 @@ impl Driver {
                     && !was_up
                 {
                     // Nobody else hears of a link that never came up, and this one never will.
-                    (self.upcalls)(Upcall::Event(format!("connect: {why}")));
+                    let route = self.routes.iter().find(|(_, route)| route.peer == Some(peer));
+                    let address = route.map_or_else(String::new, |(address, _)| address.clone());
+                    (self.upcalls)(Upcall::Refused { address, text: why.to_string() });
                 }
                 self.endpoint.handle_peer_lost(now, peer, &why.to_string());
                 let longest = self.reconnect_us.1;

@@ -71,6 +71,9 @@ pub enum UcxError {
         /// UCX's words and its number.
         text: String,
     },
+    /// The peer's UCX did not answer the first get of a link.
+    #[error("the peer's UCX can't be reached")]
+    NoAnswer,
     /// The thread that calls UCX is gone.
     #[error("the thread that calls UCX has ended")]
     Ended,
@@ -116,7 +119,7 @@ impl Ucx {
     }
 }
 
-/// Exchanges versions and cards, and makes the endpoint.
+/// Exchanges versions and cards, makes the endpoint, and reads a word through it.
 fn greet(engine: &Engine, conn: &Arc<Conn>, stream: &Stream) -> Result<(), LostReason> {
     let Stream::Tcp(socket) = stream else {
         return Err(LostReason::Malformed(String::from("not a tcp socket")));

@@ -129,6 +129,7 @@ fn pull(factory: TransportFactory, address: &str) -> Outcome {
             }
             Upcall::Failed { why, .. } => say(&format!("failed: {why}"))?,
             Upcall::Quiet { .. } => is_running = false,
+            Upcall::Refused { text, .. } => say(&format!("refused: {text}"))?,
             Upcall::Event(text) => say(&format!("event: {text}"))?,
             _ => {}
         }

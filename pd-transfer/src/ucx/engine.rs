@@ -33,8 +33,13 @@ const IDLE_TURNS: u32 = 64;
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 /// The same while gets are under way, in case a transport wakes nobody.
 const SLEEP_BUSY_MAX: Duration = Duration::from_millis(10);
-/// Mapped memory 0 holds guard words that landed; region `n` of the transport is `n + 1`.
+/// Mapped memory 0 of both sides holds guard words that landed; region `n` of the transport is
+/// `n + 1`.
 const WORDS: usize = 0;
+/// Tokens from here on are of the first get of the peer with the rest as its number.
+const FIRST_GETS: usize = JOBS_MAX;
+/// How long the first get of a link may take.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What the thread is told.
 enum Command {
@@ -126,11 +131,12 @@ impl Engine {
         answered.recv().map_err(|_| UcxError::Ended)?
     }
 
-    /// Makes an endpoint to a peer.
+    /// Makes an endpoint to a peer and reads a word through it: an endpoint alone says nothing,
+    /// and UCX 1.13 aborts when a worker ends before its endpoints have found each other.
     pub(super) fn open(&self, conn: Arc<Conn>, card: Card) -> Result<(), UcxError> {
         let (answer, answered) = bounded(1);
         self.tell(Command::Open { conn, card, answer });
-        answered.recv().map_err(|_| UcxError::Ended)?
+        answered.recv_timeout(OPEN_TIMEOUT).map_err(|_| UcxError::NoAnswer)?
     }
 
     /// Begins a get that the link has noted.
@@ -157,9 +163,23 @@ impl Engine {
     }
 }
 
+fn first_get(text: String) -> UcxError {
+    UcxError::Call { function: "first ucp_get_nbx", text }
+}
+
+/// Maps memory and puts it on the card.
+fn map(ucp: &mut Ucp, outputs: &Outputs, memory: Arc<dyn RegionOwner>) -> Result<(), UcxError> {
+    let (base, bytes) = (memory.base().addr() as u64, memory.len());
+    let rkey = ucp.map(memory)?;
+    lock(&outputs.card).regions.push(RemoteRegion { base, bytes, rkey });
+    Ok(())
+}
+
 /// A peer with an endpoint.
 struct Peer {
     conn: Arc<Conn>,
+    /// Who waits for the first get.
+    opening: Option<Sender<Result<(), UcxError>>>,
     /// Who waits for the end of the endpoint.
     closing: Option<Sender<()>>,
 }
@@ -186,10 +206,11 @@ struct Turn {
 impl Turn {
     fn new(api: &'static Api, outputs: Outputs) -> Result<Self, UcxError> {
         let mut ucp = Ucp::new(api)?;
-        let words = HeapRegion::new(8 * JOBS_MAX);
-        let (index, _) = ucp.map(Arc::clone(&words) as Arc<dyn RegionOwner>)?;
-        debug_assert_eq!(index, WORDS, "nothing was mapped before");
+        // One per job, and one for first gets, whose value does not matter.
+        let words = HeapRegion::new(8 * (JOBS_MAX + 1));
         lock(&outputs.card).address = ucp.address()?;
+        let memory = Arc::clone(&words) as Arc<dyn RegionOwner>;
+        map(&mut ucp, &outputs, memory)?;
         Ok(Self {
             ucp,
             outputs,
@@ -248,23 +269,18 @@ impl Turn {
         match command {
             Command::Register { memory, answer } => {
                 // The caller waits for the answer, as the ones below do.
-                let _ = answer.send(self.register(memory));
+                let _ = answer.send(map(&mut self.ucp, &self.outputs, memory));
             }
-            Command::Open { conn, card, answer } => {
-                let peer = conn.peer;
-                let opened = self.ucp.connect(peer.0, &card.address, card.regions);
-                if opened.is_ok() {
-                    self.peers.insert(peer, Peer { conn, closing: None });
-                }
-                let _ = answer.send(opened);
-            }
+            Command::Open { conn, card, answer } => self.open(conn, card, answer),
             Command::Get { conn, op } => self.waiting.push_back((conn, op)),
             Command::Close { peer, answer } => match self.peers.get_mut(&peer) {
-                Some(entry) => {
+                Some(entry) if self.ucp.close(peer.0) => {
+                    entry.opening = None;
                     entry.closing = Some(answer);
-                    self.ucp.close(peer.0);
                 }
-                None => {
+                // There never was an endpoint, or it is gone.
+                _ => {
+                    self.peers.remove(&peer);
                     let _ = answer.send(());
                 }
             },
@@ -272,13 +288,22 @@ impl Turn {
         }
     }
 
-    fn register(&mut self, memory: Arc<dyn RegionOwner>) -> Result<(), UcxError> {
-        let (base, bytes) = (memory.base().addr() as u64, memory.len());
-        let (index, rkey) = self.ucp.map(memory)?;
-        let mut card = lock(&self.outputs.card);
-        card.regions.push(RemoteRegion { base, bytes, rkey });
-        debug_assert_eq!(index, WORDS + card.regions.len(), "regions are mapped in order");
-        Ok(())
+    fn open(&mut self, conn: Arc<Conn>, card: Card, answer: Sender<Result<(), UcxError>>) {
+        let peer = conn.peer;
+        let begun = self.ucp.connect(peer.0, &card.address, card.regions).and_then(|()| {
+            let (source, target) = ((WORDS, 0), (WORDS, 8 * JOBS_MAX as u64));
+            self.ucp
+                .get(peer.0, source, target, 8, FIRST_GETS + peer.0 as usize)
+                .map_err(|(NotBegun::Refused(text) | NotBegun::Broken(text))| first_get(text))
+        });
+        let mut entry = Peer { conn, opening: None, closing: None };
+        match begun {
+            Ok(false) => entry.opening = Some(answer),
+            done => {
+                let _ = answer.send(done.map(|_| ()));
+            }
+        }
+        self.peers.insert(peer, entry);
     }
 
     fn begin_jobs(&mut self) -> bool {
@@ -289,7 +314,10 @@ impl Turn {
             // A link that ended has answered the get already.
             let Some(get) = conn.take_get(op) else { continue };
             let Some(slot) = self.free.pop() else { continue };
-            let job = Job::new(get);
+            let mut job = Job::new(get);
+            if self.peers.get(&conn.peer).is_none_or(|peer| peer.opening.is_some()) {
+                job.give_up(End::Failed(String::from("the link is not up yet")));
+            }
             Totals::add(&self.outputs.totals.gets, 1);
             Totals::add(&self.outputs.totals.extents, job.get.source.len() as u64);
             self.jobs[slot] = Some(Running { conn, job });
@@ -301,6 +329,12 @@ impl Turn {
 
     fn handle_event(&mut self, event: Event) {
         match event {
+            Event::Got { token, error } if token >= FIRST_GETS => {
+                let peer = self.peers.get_mut(&PeerId((token - FIRST_GETS) as u64));
+                if let Some(answer) = peer.and_then(|peer| peer.opening.take()) {
+                    let _ = answer.send(error.map_or(Ok(()), |text| Err(first_get(text))));
+                }
+            }
             Event::Got { token: slot, error } => {
                 if let Some(running) = self.jobs.get_mut(slot).and_then(Option::as_mut) {
                     match error {
@@ -341,12 +375,12 @@ impl Turn {
                         job.handle_failed(End::Failed(text));
                         continue;
                     }
-                    let region = guard.region.0 as usize;
+                    let region = WORDS + 1 + guard.region.0 as usize;
                     ((region, guard.offset), (WORDS, 8 * slot as u64), 8)
                 }
                 Next::Data(run) => {
                     let target = WORDS + 1 + job.get.target_region.0 as usize;
-                    let source = job.get.source_region.0 as usize;
+                    let source = WORDS + 1 + job.get.source_region.0 as usize;
                     ((source, run.source), (target, run.target), run.bytes)
                 }
             };

@@ -16,6 +16,8 @@ use std::io::{Read, Write};
 /// The name and the version of the greeting.
 const MAGIC: &[u8; 8] = b"PDUCX\0\0\x01";
 const HEADER_BYTES: usize = 24;
+/// One more than a transport has.
+const REGIONS_MAX: usize = MAX_REGIONS + 1;
 /// Most bytes after the header.
 const REST_BYTES_MAX: u32 = 1 << 20;
 /// Zero bytes behind an address or key: UCX reads them without a length.
@@ -98,8 +100,8 @@ impl Card {
         }
         let address = cursor.packed()?;
         let count = cursor.number32()? as usize;
-        if count > MAX_REGIONS {
-            return Err(malformed(format!("{count} regions, at most {MAX_REGIONS}")));
+        if count > REGIONS_MAX {
+            return Err(malformed(format!("{count} regions, at most {REGIONS_MAX}")));
         }
         let mut regions = Vec::new();
         for _ in 0..count {
@@ -255,7 +257,7 @@ mod tests {
         let empty = Card { address: Vec::new(), regions: Vec::new() };
         assert!(matches!(hear(said(VERSION, &empty)), Err(LostReason::Malformed(_))));
         let many =
-            Card { address: vec![1], regions: vec![card().regions[0].clone(); MAX_REGIONS + 1] };
+            Card { address: vec![1], regions: vec![card().regions[0].clone(); REGIONS_MAX + 1] };
         assert!(matches!(hear(said(VERSION, &many)), Err(LostReason::Malformed(_))));
     }
 }

@@ -211,12 +211,9 @@ impl Ucp {
         Ok(copy)
     }
 
-    /// Maps memory for local and remote reads and local writes; returns its index and the key that
-    /// peers need.
-    pub(super) fn map(
-        &mut self,
-        memory: Arc<dyn RegionOwner>,
-    ) -> Result<(usize, Vec<u8>), UcxError> {
+    /// Maps memory for local and remote reads and local writes; returns the key that peers
+    /// need. Mapped memory is numbered from 0.
+    pub(super) fn map(&mut self, memory: Arc<dyn RegionOwner>) -> Result<Vec<u8>, UcxError> {
         let params = sys::MemMapParams {
             field_mask: sys::MAP_ADDRESS | sys::MAP_LENGTH | sys::MAP_PROT | sys::MAP_MEMORY_TYPE,
             address: memory.base().cast(),
@@ -241,7 +238,7 @@ impl Ucp {
         let copy = unsafe { std::slice::from_raw_parts(key.cast::<u8>(), bytes) }.to_vec();
         // SAFETY: returned by the call above, released once.
         unsafe { (self.api.ucp_rkey_buffer_release)(key) };
-        Ok((self.mapped.len() - 1, copy))
+        Ok(copy)
     }
 
     /// Makes an endpoint named `name`, which no other has. `address` and the keys are what the
@@ -323,12 +320,9 @@ impl Ucp {
         token: usize,
     ) -> Result<bool, NotBegun> {
         let refused = |text: &str| NotBegun::Refused(String::from(text));
-        let Some(end) = self.endpoints.get(&endpoint) else {
-            return Err(refused("the link is not up"));
-        };
-        if end.ep.is_null() {
+        let Some(end) = self.endpoints.get(&endpoint).filter(|end| !end.ep.is_null()) else {
             return Err(NotBegun::Broken(String::from("the endpoint is closed")));
-        }
+        };
         let Some((remote, rkey)) = end.regions.get(region) else {
             return Err(refused("no such region"));
         };

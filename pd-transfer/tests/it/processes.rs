@@ -118,7 +118,7 @@ fn versions_of_ucx_that_do_not_understand_each_other_say_so() {
         let mut listener = Peer::new(prefill.peer("tcp", &["ucx", "127.0.0.1:0"]));
         let address = listener.line("listening");
         let mut connector = Peer::new(decode.peer("tcp", &["pull", "ucx", &address]));
-        let text = connector.line("event:");
+        let text = connector.line("refused:");
         for version in [&prefill.version, &decode.version] {
             assert!(text.contains(&format!("UCX {version}")), "{text}");
         }
