@@ -27,6 +27,7 @@ use pd_transfer::inprocess::InProcessNet;
 use pd_transfer::shm::Shm;
 use pd_transfer::tcp::Tcp;
 use pd_transfer::transport::{RegionOwner, TransportFactory};
+use pd_transfer::ucx::Ucx;
 use pd_transfer::wire::{Incarnation, Limits, Role as LinkRole};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -519,6 +520,14 @@ fn socket_address(port: u16) -> String {
     format!("unix:{}", std::env::temp_dir().join(format!("dsv4-pd-{uid}-{port}.sock")).display())
 }
 
+/// The transport to peers at HOST:PORT.
+fn by_socket(backend: Backend) -> (&'static str, TransportFactory) {
+    match backend {
+        Backend::Ucx => ("ucx", Ucx::factory(Arc::default())),
+        Backend::Auto | Backend::Shm | Backend::Tcp => ("tcp", Tcp::factory()),
+    }
+}
+
 fn random_incarnation() -> anyhow::Result<Incarnation> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).context("read random bytes for this process's incarnation")?;
@@ -647,7 +656,8 @@ impl Assembly<'_> {
         let mut port = args.disaggregation_bootstrap_port;
         if backend != Backend::Shm {
             let listen = format!("{}:{port}", args.host);
-            self.drive(&mut draft, "tcp", Tcp::factory(), Some(listen))?;
+            let (name, factory) = by_socket(backend);
+            self.drive(&mut draft, name, factory, Some(listen))?;
             port = draft.drivers[0]
                 .1
                 .listen_address()
@@ -659,7 +669,7 @@ impl Assembly<'_> {
                 std::net::TcpListener::bind(("127.0.0.1", 0)).context("find a free port")?;
             port = probe.local_addr().context("find a free port")?.port();
         }
-        if backend != Backend::Tcp {
+        if matches!(backend, Backend::Auto | Backend::Shm) {
             self.drive(&mut draft, "shm", Shm::factory(1), Some(socket_address(port)))?;
         }
         self.bootstrap = Some(format!("{}:{port}", args.host));
@@ -669,8 +679,10 @@ impl Assembly<'_> {
     fn add_decode(&mut self, args: &ServeArgs) -> anyhow::Result<()> {
         let mut draft = self.draft(Role::Decode)?;
         let backend = args.disaggregation_transfer_backend;
-        let by_memory = |address: &&String| {
-            backend != Backend::Tcp && (backend == Backend::Shm || is_local(address))
+        let by_memory = |address: &&String| match backend {
+            Backend::Auto => is_local(address),
+            Backend::Shm => true,
+            Backend::Tcp | Backend::Ucx => false,
         };
         let (near, far): (Vec<_>, Vec<_>) =
             args.disaggregation_bootstrap.iter().partition(by_memory);
@@ -684,7 +696,8 @@ impl Assembly<'_> {
             }
         }
         if !far.is_empty() {
-            self.drive(&mut draft, "tcp", Tcp::factory(), None)?;
+            let (name, factory) = by_socket(backend);
+            self.drive(&mut draft, name, factory, None)?;
             let last = draft.drivers.len() - 1;
             for address in far {
                 draft.drivers[last].1.connect(address).context("connect to a prefill worker")?;

@@ -69,8 +69,8 @@ impl Worker {
                 if self.shared.note_refusal(&address, &text) {
                     tracing::error!(
                         address,
-                        "hand-off refused; both sides need the same model, --numerics and \
-                         --index-k-dtype: {text}"
+                        "hand-off refused; both sides need the same model, --numerics, \
+                         --index-k-dtype and version of UCX: {text}"
                     );
                 } else {
                     tracing::debug!(address, "hand-off still refused");
