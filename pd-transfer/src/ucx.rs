@@ -12,6 +12,9 @@
 //! the guard word before and after, see [`job`]. When a link ends, its endpoint is closed by force
 //! and every request has completed before the loss is reported; memory is unmapped at the very end.
 //!
+//! Endpoints are of the kind that reports a lost peer, because only those can be closed by force.
+//! UCX's shared memory is of that kind only with `UCX_POSIX_ERROR_HANDLING=y`.
+//!
 //! The fence differs from that of a socket, as for shared memory: a peer that was cut may still read
 //! our memory until it notices. It can only read, and a read that overlaps a reuse is thrown away by
 //! the reader, since the guard word changes before the reuse.

@@ -7,9 +7,10 @@ mod layers;
 mod tally;
 
 use crate::sh::{self, Watch};
-use crate::{metadata, python};
+use crate::{metadata, python, ucx};
 use anyhow::{Context as _, Result, bail};
 pub(crate) use layers::Layer;
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Instant;
 use tally::Tally;
@@ -30,6 +31,13 @@ pub(crate) enum Runner {
     Cargo,
 }
 
+/// What tests are given by the environment.
+struct Equipment {
+    seed: Option<u64>,
+    python: Option<String>,
+    ucx: Option<PathBuf>,
+}
+
 /// Runs the tests of `layer`.
 ///
 /// `seed` goes to every randomised test; without it each test uses its own.
@@ -38,24 +46,25 @@ pub(crate) fn run(layer: Layer, seed: Option<u64>, runner: Runner) -> Result<()>
         return load(seed);
     }
     let python = if layer.has_end_to_end() { interpreter()? } else { None };
+    let without = (layer.has_end_to_end() && python.is_none()).then_some(PYTHON_TESTS);
+    let equipment = Equipment { seed, python, ucx: library()? };
     let mut tally = Tally::default();
     let started = Instant::now();
     if layer.has_doc_tests() {
         let mut doc = sh::cargo();
         doc.args(["test", "--workspace", "--all-features", "--doc"]);
-        equip(&mut doc, seed, python.as_deref());
+        equipment.equip(&mut doc);
         watch(&mut doc, Watch::Stdout, &mut tally)?;
     }
-    let without = (layer.has_end_to_end() && python.is_none()).then_some(PYTHON_TESTS);
     if runner == Runner::Installed && has_nextest() {
         let mut nextest = nextest(layer, without);
-        equip(&mut nextest, seed, python.as_deref());
+        equipment.equip(&mut nextest);
         watch(&mut nextest, Watch::Stderr, &mut tally)?;
         return above_floor(layer, &tally, without);
     }
     let mut plain = Tally::default();
     for mut command in layers::libtest(layer, without) {
-        equip(&mut command, seed, python.as_deref());
+        equipment.equip(&mut command);
         watch(&mut command, Watch::Stdout, &mut plain)?;
     }
     tally.add(&plain);
@@ -82,12 +91,17 @@ fn nextest(layer: Layer, without: Option<&str>) -> Command {
     command
 }
 
-fn equip(command: &mut Command, seed: Option<u64>, python: Option<&str>) {
-    if let Some(seed) = seed {
-        command.env(SEED, seed.to_string()).env("PROPTEST_RNG_SEED", seed.to_string());
-    }
-    if let Some(python) = python {
-        command.env(python::VARIABLE, python);
+impl Equipment {
+    fn equip(&self, command: &mut Command) {
+        if let Some(seed) = self.seed {
+            command.env(SEED, seed.to_string()).env("PROPTEST_RNG_SEED", seed.to_string());
+        }
+        if let Some(python) = &self.python {
+            command.env(python::VARIABLE, python);
+        }
+        if let Some(ucx) = &self.ucx {
+            command.env(ucx::VARIABLE, ucx);
+        }
     }
 }
 
@@ -105,6 +119,19 @@ fn interpreter() -> Result<Option<String>> {
         Err(error) if sh::is_ci() => Err(error.context("the Python client is required in CI")),
         Err(error) => {
             println!("tests named {PYTHON_TESTS} are left out: {error:#}");
+            Ok(None)
+        }
+    }
+}
+
+/// The UCX library for the tests of its transport; in CI it must be there. Without it they still use
+/// the one that the loader finds.
+fn library() -> Result<Option<PathBuf>> {
+    match ucx::ensure() {
+        Ok(path) => Ok(Some(path)),
+        Err(error) if sh::is_ci() => Err(error.context("UCX is required in CI")),
+        Err(error) => {
+            println!("there is no UCX wheel for the tests: {error:#}");
             Ok(None)
         }
     }
@@ -139,7 +166,7 @@ fn load(seed: Option<u64>) -> Result<()> {
                 }
                 _ => continue,
             };
-            equip(&mut command, seed, None);
+            Equipment { seed, python: None, ucx: None }.equip(&mut command);
             sh::run(&mut command)?;
             runs += 1;
         }

@@ -27,8 +27,10 @@ use std::time::Duration;
 const JOBS_MAX: usize = 64;
 /// Commands taken before UCX gets its turn.
 const COMMANDS_AT_ONCE: usize = 64;
-/// Turns without anything to do before the thread sleeps.
-const IDLE_TURNS: u32 = 64;
+/// Turns without anything to do before the thread lets others run between turns, and before it
+/// sleeps: falling asleep and being woken for each transfer costs more than the transfer.
+const IDLE_TURNS: u32 = 32;
+const IDLE_TURNS_MAX: u32 = 256;
 /// Longest sleep. Everything that matters wakes the thread; this is for what UCX does by itself.
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 /// The same while gets are under way, in case a transport wakes nobody.
@@ -232,8 +234,10 @@ impl Turn {
                 continue;
             }
             idle_turns += 1;
-            if idle_turns < IDLE_TURNS {
-                std::hint::spin_loop();
+            if idle_turns < IDLE_TURNS_MAX {
+                if idle_turns > IDLE_TURNS {
+                    thread::yield_now();
+                }
                 continue;
             }
             // Said before the last look at the queue: a command that comes later wakes us.

@@ -86,6 +86,6 @@ fn ucx_by_shared_memory() {
 }
 
 #[test]
-fn ucx_by_process_memory() {
+fn ucx_by_its_own_choice() {
     ucx(TLS[2]);
 }

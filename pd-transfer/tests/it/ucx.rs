@@ -6,8 +6,8 @@ use std::io::{BufRead, BufReader, Lines};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
 const VARIABLE: &str = "DSV4_UCX_LIB";
-/// UCX over sockets of one host, over shared memory, and over reads of another process's memory.
-pub(super) const TLS: [&str; 3] = ["tcp", "posix,self,tcp", "posix,cma,self,tcp"];
+/// UCX over sockets, over shared memory alone, and over what it chooses itself.
+pub(super) const TLS: [&str; 3] = ["tcp", "posix,self", "all"];
 
 /// A UCX library.
 #[derive(Clone, Debug)]
@@ -32,6 +32,9 @@ impl Library {
     pub(super) fn peer(&self, tls: &str, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pd-peer"));
         command.args(arguments).env("UCX_TLS", tls).env("UCX_NET_DEVICES", "lo");
+        // Without this UCX's shared memory does not report a lost peer and is not taken.
+        let handles_errors = if tls == TLS[1] { "y" } else { "n" };
+        command.env("UCX_POSIX_ERROR_HANDLING", handles_errors);
         match &self.path {
             Some(path) => command.env(VARIABLE, path),
             None => command.env_remove(VARIABLE),
