@@ -459,14 +459,16 @@ impl Ucp {
     pub(super) fn wait(&self, wake: BorrowedFd<'_>, most: Duration) {
         // SAFETY: called on the worker's only thread.
         let status = unsafe { (self.api.ucp_worker_arm)(self.worker) };
-        if status != Status(0) {
-            // `UCS_ERR_BUSY`: there are events to progress first.
+        // `UCS_ERR_BUSY`: there are events to progress first.
+        if status == Status(-15) {
             return;
         }
         // SAFETY: the descriptor is the worker's and stays open while it lives.
         let events = unsafe { BorrowedFd::borrow_raw(self.event_fd) };
         let mut fds =
-            [PollFd::new(&events, PollFlags::IN), PollFd::from_borrowed_fd(wake, PollFlags::IN)];
+            [PollFd::from_borrowed_fd(wake, PollFlags::IN), PollFd::new(&events, PollFlags::IN)];
+        // What can't be armed wakes nobody, and is looked at again soon.
+        let most = if status == Status(0) { most } else { most.min(Duration::from_millis(1)) };
         let most = Timespec {
             tv_sec: i64::try_from(most.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: most.subsec_nanos().into(),

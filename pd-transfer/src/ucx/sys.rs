@@ -10,7 +10,6 @@ use super::{UcxError, config};
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_void};
 use std::fmt;
-use std::ptr;
 use std::sync::OnceLock;
 
 /// `ucs_status_t`: 0 is good, 1 is "under way", a negative number an error.
@@ -368,7 +367,7 @@ impl Api {
         // for a number that it does not know, in a static buffer; both end with a zero byte.
         let text = unsafe {
             let text = (self.ucs_status_string)(status);
-            if text == ptr::null() { c"?" } else { CStr::from_ptr(text) }
+            if text.is_null() { c"?" } else { CStr::from_ptr(text) }
         };
         format!("{} ({})", text.to_string_lossy(), status.0)
     }

@@ -4,6 +4,7 @@ use super::*;
 use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::ptr;
 
 /// The headers beside the library of `DSV4_UCX_LIB`; the wheel has them, Debian's package does not.
 fn headers() -> Option<PathBuf> {

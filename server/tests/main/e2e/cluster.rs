@@ -42,7 +42,7 @@ impl Process {
     pub(crate) fn spawn_with(args: &[String], variables: &[(&str, &str)]) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_server"));
         command.args(args).current_dir(ROOT).env("NO_COLOR", "1").env_remove("RUST_LOG");
-        command.envs(variables.iter().copied());
+        command.env("UCX_NET_DEVICES", "lo").envs(variables.iter().copied());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().expect("start the server binary");
         let (send, stdout) = channel();
@@ -285,7 +285,7 @@ pub(crate) struct Pair {
 }
 
 impl Pair {
-    /// Two processes joined by `backend` (`shm` or `tcp`).
+    /// Two processes joined by `backend` (`shm`, `tcp` or `ucx`).
     pub(crate) fn start(backend: &str, flags: &str) -> Self {
         let flags = format!("--disaggregation-transfer-backend {backend} {flags}");
         let prefill = Server::worker("prefill", &flags);
