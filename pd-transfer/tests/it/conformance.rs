@@ -1,6 +1,6 @@
 //! The conformance suite over every transport; over UCX in child processes.
 
-use crate::it::ucx::{TLS, libraries};
+use crate::it::ucx::{TLS, libraries_for};
 use pd_transfer::inprocess::InProcessNet;
 use pd_transfer::shm::{SharedRegion, Shm};
 use pd_transfer::tcp::Tcp;
@@ -69,7 +69,7 @@ fn a_faulty_transport_without_faults() {
 
 /// Every library; `pd-peer` panics with what went wrong.
 fn ucx(tls: &str) {
-    for library in libraries() {
+    for library in libraries_for(tls) {
         let status = library.peer(tls, &["conformance", "ucx"]).status().unwrap();
         assert!(status.success(), "UCX {} over {tls}: {status}", library.version);
     }
