@@ -9,7 +9,7 @@
 //! regions. Those bytes are parsed by UCX without a length, so a peer is trusted to be one of ours.
 //!
 //! One thread per transport calls UCX. A get copies straight into its target and is checked with
-//! the guard word before and after, see [`job`]. When a link ends, its endpoint is closed by force
+//! the guard word before and after, see `ucx/job.rs`. When a link ends, its endpoint is closed by force
 //! and every request has completed before the loss is reported; memory is unmapped at the very end.
 //!
 //! Endpoints are of the kind that reports a lost peer, because only those can be closed by force.
