@@ -1,7 +1,8 @@
 //! Bandwidth of gets over each transport, beside a plain memcpy of the same pages.
 //!
 //! Prints `figure pd_transfer.<transport>.<page bytes> VALUE GB/s`, the median of five rounds. Both
-//! ends run in this process; bytes are compared after each series. Without `--bench` (as in
+//! ends run in this process; bytes are compared after each series. UCX is left out where there is no
+//! library, and takes its settings (`UCX_TLS`, `UCX_NET_DEVICES`) from the environment. Without `--bench` (as in
 //! `cargo test`) the inputs are tiny.
 
 use crossbeam_channel::{Receiver, unbounded};
@@ -16,6 +17,7 @@ use pd_transfer::testing::Rng;
 use pd_transfer::transport::{
     RegionOwner, Transport, TransportError, TransportEvent, TransportFactory,
 };
+use pd_transfer::ucx::{self, Totals, Ucx};
 use pd_transfer::wire::{Extent, Guard, RegionId};
 use std::error::Error;
 use std::io::Write as _;
@@ -126,16 +128,29 @@ fn main() -> Result<(), Box<dyn Error>> {
     let path = std::env::temp_dir().join(format!("pd-bench-{}", std::process::id()));
     let unix = format!("unix:{}", path.display());
     let mut out = std::io::stdout();
+    let ucx = ucx::version();
+    match &ucx {
+        Ok(version) => writeln!(out, "UCX {version}")?,
+        Err(why) => writeln!(out, "ucx is left out: {why}")?,
+    }
     for page in [8448_u32, 37_440] {
         let pages = total / u64::from(page);
         let net = InProcessNet::new();
-        let inprocess = series(|| net.factory(), "bench", pages, page)?;
-        let shm = series(|| Shm::factory(1), &unix, pages, page)?;
-        let tcp = series(Tcp::factory, "127.0.0.1:0", pages, page)?;
-        let plain = memcpy(pages, page);
-        for (name, value) in
-            [("inprocess", inprocess), ("shm", shm), ("tcp", tcp), ("memcpy", plain)]
-        {
+        let mut figures = vec![
+            ("inprocess", series(|| net.factory(), "bench", pages, page)?),
+            ("shm", series(|| Shm::factory(1), &unix, pages, page)?),
+            ("tcp", series(Tcp::factory, "127.0.0.1:0", pages, page)?),
+        ];
+        if ucx.is_ok() {
+            let totals = Arc::new(Totals::default());
+            let factory = || Ucx::factory(Arc::clone(&totals));
+            figures.push(("ucx", series(factory, "127.0.0.1:0", pages, page)?));
+            let counted = totals.snapshot();
+            // A guard word before and after, and the page.
+            assert_eq!((counted.gets, counted.posts), (5 * pages, 15 * pages));
+        }
+        figures.push(("memcpy", memcpy(pages, page)));
+        for (name, value) in figures {
             writeln!(out, "figure pd_transfer.{name}.{page} {value:.2} GB/s")?;
         }
     }

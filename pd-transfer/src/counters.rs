@@ -1,20 +1,14 @@
 //! What happened so far, as plain numbers.
 
 macro_rules! counters {
-    ($($name:ident: $help:literal,)+) => {
-        /// Totals since the endpoint was made.
+    ($(#[$of:meta])* $type:ident { $($name:ident: $help:literal,)+ }) => {
+        $(#[$of])*
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-        pub struct Counters {
+        pub struct $type {
             $(#[doc = $help] pub $name: u64,)+
         }
 
-        /// Counters say what happened, never what happens next: machines that differ in them only
-        /// hash alike.
-        impl core::hash::Hash for Counters {
-            fn hash<H: core::hash::Hasher>(&self, _: &mut H) {}
-        }
-
-        impl Counters {
+        impl $type {
             /// Every counter.
             #[must_use]
             pub fn all(&self) -> alloc::vec::Vec<Counter> {
@@ -32,10 +26,13 @@ macro_rules! counters {
     };
 }
 
+#[cfg(feature = "std")]
+pub(crate) use counters;
+
 /// One counter, told apart from the others by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Counter {
-    /// As the field of [`Counters`] is called.
+    /// As its field is called.
     pub name: &'static str,
     /// What is counted, one line for a person.
     pub help: &'static str,
@@ -44,38 +41,47 @@ pub struct Counter {
 }
 
 counters! {
-    attempts_started: "Hand-offs that the receiver opened.",
-    attempts_completed: "Hand-offs whose pages all arrived and were verified.",
-    attempts_failed: "Hand-offs that the receiver gave up, for any reason.",
-    failed_rejected: "Hand-offs given up because the sender rejected them.",
-    failed_peer_lost: "Hand-offs given up because the link was lost.",
-    failed_timeout: "Hand-offs given up because nothing moved for too long.",
-    failed_violation: "Hand-offs given up because the peer broke the protocol or the plan.",
-    failed_mismatch: "Hand-offs given up because a page was wrong twice.",
-    failed_stale: "Hand-offs given up because a page changed under the read twice.",
-    failed_get: "Hand-offs given up because a read of a page ended in an error.",
-    failed_cancelled: "Hand-offs given up because the request was cancelled.",
-    failed_not_started: "Hand-offs given up because they could not be opened.",
-    requests_taken: "Prompts of peers that the sender took.",
-    requests_refused: "Prompts of peers that the sender refused by itself.",
-    released_acknowledged: "Hand-offs whose pages the sender got back on the peer's word.",
-    released_fenced: "Hand-offs whose pages the sender got back because the link was fenced.",
-    items_offered: "Pages that the sender offered.",
-    items_received: "Pages that the receiver was offered.",
-    items_checked: "Pages whose tag the receiver checked.",
-    bytes_pulled: "Bytes of the page reads that ended well.",
-    mismatches: "Pages whose tag did not match.",
-    stale_gets: "Page reads thrown away because the page changed meanwhile.",
-    failed_gets: "Page reads that ended in an error.",
-    group_retries: "Page groups that were read again into fresh pages.",
-    dropped_foreign: "Messages dropped because they were for another incarnation.",
-    dropped_duplicate: "Messages or pages dropped because they had come before.",
-    dropped_late: "Messages dropped because they came too late or too early.",
-    resends: "Requests to the sender that were sent again.",
-    links_up: "Links that came up.",
-    links_refused: "Links refused by this side or by the peer.",
-    links_suspect: "Links closed because the peer was silent.",
-    links_malformed: "Links closed because the peer sent nonsense.",
+    /// Totals since the endpoint was made.
+    Counters {
+        attempts_started: "Hand-offs that the receiver opened.",
+        attempts_completed: "Hand-offs whose pages all arrived and were verified.",
+        attempts_failed: "Hand-offs that the receiver gave up, for any reason.",
+        failed_rejected: "Hand-offs given up because the sender rejected them.",
+        failed_peer_lost: "Hand-offs given up because the link was lost.",
+        failed_timeout: "Hand-offs given up because nothing moved for too long.",
+        failed_violation: "Hand-offs given up because the peer broke the protocol or the plan.",
+        failed_mismatch: "Hand-offs given up because a page was wrong twice.",
+        failed_stale: "Hand-offs given up because a page changed under the read twice.",
+        failed_get: "Hand-offs given up because a read of a page ended in an error.",
+        failed_cancelled: "Hand-offs given up because the request was cancelled.",
+        failed_not_started: "Hand-offs given up because they could not be opened.",
+        requests_taken: "Prompts of peers that the sender took.",
+        requests_refused: "Prompts of peers that the sender refused by itself.",
+        released_acknowledged: "Hand-offs whose pages the sender got back on the peer's word.",
+        released_fenced: "Hand-offs whose pages the sender got back because the link was fenced.",
+        items_offered: "Pages that the sender offered.",
+        items_received: "Pages that the receiver was offered.",
+        items_checked: "Pages whose tag the receiver checked.",
+        bytes_pulled: "Bytes of the page reads that ended well.",
+        mismatches: "Pages whose tag did not match.",
+        stale_gets: "Page reads thrown away because the page changed meanwhile.",
+        failed_gets: "Page reads that ended in an error.",
+        group_retries: "Page groups that were read again into fresh pages.",
+        dropped_foreign: "Messages dropped because they were for another incarnation.",
+        dropped_duplicate: "Messages or pages dropped because they had come before.",
+        dropped_late: "Messages dropped because they came too late or too early.",
+        resends: "Requests to the sender that were sent again.",
+        links_up: "Links that came up.",
+        links_refused: "Links refused by this side or by the peer.",
+        links_suspect: "Links closed because the peer was silent.",
+        links_malformed: "Links closed because the peer sent nonsense.",
+    }
+}
+
+/// Counters say what happened, never what happens next: machines that differ in them only hash
+/// alike.
+impl core::hash::Hash for Counters {
+    fn hash<H: core::hash::Hasher>(&self, _: &mut H) {}
 }
 
 #[cfg(test)]

@@ -9,11 +9,12 @@ use crate::receiver::{ReceiverConfig, Start, Target, Verify};
 use crate::sender::SenderConfig;
 use crate::states::LinkState;
 use crate::transport::{
-    EventSink, RegionOwner, Transport, TransportError, TransportEvent, TransportFactory, describe,
+    EventSink, LostReason, RegionOwner, Transport, TransportError, TransportEvent,
+    TransportFactory, describe,
 };
 use crate::wire::{
     AttemptId, FinalRecord, Fingerprint, Hello, Incarnation, Item, Limits, MAX_LAYOUT_BYTES,
-    PROTO_VERSION, Role,
+    PROTO_VERSION, RefuseReason, Role,
 };
 use crossbeam_channel::{Receiver, Sender, bounded, select, unbounded};
 use std::collections::{BTreeMap, VecDeque};
@@ -587,7 +588,16 @@ impl Driver {
             }
             TransportEvent::PeerLost { peer, why } => {
                 self.peers_changed = true;
-                self.open.remove(&peer);
+                let was_up = self.open.remove(&peer).is_some();
+                if let LostReason::Incompatible { .. } = &why
+                    && !was_up
+                {
+                    // Nobody else hears of a link that never came up, and this one never will.
+                    let route = self.routes.iter().find(|(_, route)| route.peer == Some(peer));
+                    let address = route.map_or_else(String::new, |(address, _)| address.clone());
+                    let (reason, text) = (RefuseReason::Protocol, why.to_string());
+                    (self.upcalls)(Upcall::Refused { address, reason, text });
+                }
                 self.endpoint.handle_peer_lost(now, peer, &why.to_string());
                 let longest = self.reconnect_us.1;
                 for route in self.routes.values_mut().filter(|r| r.peer == Some(peer)) {

@@ -40,7 +40,7 @@
 //! [`sender`], [`receiver`] and [`link`] are state machines without IO; they move by the tables in
 //! [`states`] and speak in the types of [`wire`]. [`endpoint`] joins them. All that is `no_std`.
 //! With the feature `std`, [`driver`] runs an endpoint on a thread over a [`transport`]:
-//! [`inprocess`], [`shm`] or [`tcp`]. The feature `testing` adds fault injection, the conformance
+//! [`inprocess`], [`shm`], [`tcp`] or [`ucx`]. The feature `testing` adds fault injection, the conformance
 //! suite and a simulated world.
 
 #![cfg_attr(not(feature = "std"), no_std)]
@@ -75,6 +75,8 @@ pub mod tcp;
 pub mod testing;
 #[cfg(feature = "std")]
 pub mod transport;
+#[cfg(feature = "std")]
+pub mod ucx;
 pub mod wire;
 
 /// Compiles and runs the example of the README.

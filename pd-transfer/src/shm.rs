@@ -157,7 +157,7 @@ impl Shm {
     /// # Errors
     /// No thread could be started.
     pub fn new(sink: EventSink, copy_threads: usize) -> Result<Self, TransportError> {
-        let links = Links::new(sink, false, Box::new(greet));
+        let links = Arc::new(Links::new(sink, false, Box::new(greet)));
         // Bounded by the gets that the receiver allows at once.
         let (jobs, queue) = unbounded();
         let mut shm = Self { links, acceptor: None, jobs: Some(jobs), copiers: Vec::new() };
@@ -208,7 +208,11 @@ fn lost(errno: Errno) -> LostReason {
 }
 
 /// Checks the user, passes our regions and maps the peer's.
-fn greet(stream: &Stream, regions: &Regions) -> Result<Vec<Arc<dyn RegionOwner>>, LostReason> {
+fn greet(
+    _: &Arc<Conn>,
+    stream: &Stream,
+    regions: &Regions,
+) -> Result<Vec<Arc<dyn RegionOwner>>, LostReason> {
     let Stream::Unix(socket) = stream else {
         return Err(LostReason::Malformed(String::from("not a unix socket")));
     };

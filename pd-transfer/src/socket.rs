@@ -112,7 +112,7 @@ struct Pending {
 #[derive(Debug)]
 pub(crate) struct Conn {
     pub(crate) peer: PeerId,
-    side: Side,
+    pub(crate) side: Side,
     address: Mutex<String>,
     stream: Mutex<Option<Arc<Stream>>>,
     outbox: Mutex<Outbox>,
@@ -224,6 +224,12 @@ impl Conn {
         let mut pending = lock(&self.pending);
         pending.is_closed = true;
         let gets = std::mem::take(&mut pending.gets);
+        drop(pending);
+        // After this nothing writes the target of a running get, and it will be put back.
+        if let Some(fence) = &links.fence {
+            fence(self);
+        }
+        let mut pending = lock(&self.pending);
         while pending.running > 0 {
             pending = self.pending_idle.wait(pending).unwrap_or_else(PoisonError::into_inner);
         }
@@ -244,8 +250,12 @@ impl Conn {
 }
 
 /// What a link does before its first frame: checks the peer, and returns regions to map.
-pub(crate) type Greet =
-    dyn Fn(&Stream, &Regions) -> Result<Vec<Arc<dyn RegionOwner>>, LostReason> + Send + Sync;
+pub(crate) type Greet = dyn Fn(&Arc<Conn>, &Stream, &Regions) -> Result<Vec<Arc<dyn RegionOwner>>, LostReason>
+    + Send
+    + Sync;
+
+/// What a link does at its end, beside its socket, to stop what it still does with memory.
+pub(crate) type Fence = dyn Fn(&Conn) + Send + Sync;
 
 /// All links of one transport.
 pub(crate) struct Links {
@@ -254,6 +264,7 @@ pub(crate) struct Links {
     /// Whether gets are served over the socket; otherwise frames that ask for it are malformed.
     is_serving: bool,
     greet: Box<Greet>,
+    fence: Option<Box<Fence>>,
     table: Mutex<BTreeMap<PeerId, Arc<Conn>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     next_peer: AtomicU64,
@@ -267,17 +278,24 @@ impl std::fmt::Debug for Links {
 }
 
 impl Links {
-    pub(crate) fn new(sink: EventSink, is_serving: bool, greet: Box<Greet>) -> Arc<Self> {
-        Arc::new(Self {
+    pub(crate) fn new(sink: EventSink, is_serving: bool, greet: Box<Greet>) -> Self {
+        Self {
             sink,
             regions: Regions::default(),
             is_serving,
             greet,
+            fence: None,
             table: Mutex::default(),
             threads: Mutex::default(),
             next_peer: AtomicU64::new(0),
             is_ending: AtomicBool::new(false),
-        })
+        }
+    }
+
+    /// With something that has to end before a link's gets are answered.
+    pub(crate) fn with_fence(mut self, fence: Box<Fence>) -> Self {
+        self.fence = Some(fence);
+        self
     }
 
     pub(crate) fn find(&self, peer: PeerId) -> Result<Arc<Conn>, TransportError> {
@@ -353,7 +371,7 @@ impl Links {
             if lock(&conn.outbox).is_closed || self.is_ending.load(Ordering::SeqCst) {
                 return Err(LostReason::Cut);
             }
-            let remote = (self.greet)(&stream, &self.regions)?;
+            let remote = (self.greet)(conn, &stream, &self.regions)?;
             *lock(&conn.remote) = Arc::new(remote);
             Ok(stream)
         });

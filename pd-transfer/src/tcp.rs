@@ -6,7 +6,7 @@
 use crate::get::Get;
 use crate::id::PeerId;
 use crate::link::Side;
-use crate::socket::{GET_BYTES_MAX, Links, Stream};
+use crate::socket::{Conn, GET_BYTES_MAX, Links, Stream};
 use crate::transport::{
     EventSink, LostReason, RegionOwner, Regions, Transport, TransportError, TransportFactory,
 };
@@ -27,14 +27,14 @@ const PREAMBLE_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct Tcp {
     links: Arc<Links>,
-    acceptor: Option<(SocketAddr, JoinHandle<()>)>,
+    acceptor: Option<Acceptor>,
 }
 
 impl Tcp {
     /// A transport without links.
     #[must_use]
     pub fn new(sink: EventSink) -> Self {
-        Self { links: Links::new(sink, true, Box::new(greet)), acceptor: None }
+        Self { links: Arc::new(Links::new(sink, true, Box::new(greet))), acceptor: None }
     }
 
     /// Makes TCP transports.
@@ -48,7 +48,11 @@ fn io(error: &std::io::Error) -> LostReason {
     LostReason::Io(error.to_string())
 }
 
-fn greet(stream: &Stream, _: &Regions) -> Result<Vec<Arc<dyn RegionOwner>>, LostReason> {
+fn greet(
+    _: &Arc<Conn>,
+    stream: &Stream,
+    _: &Regions,
+) -> Result<Vec<Arc<dyn RegionOwner>>, LostReason> {
     let Stream::Tcp(socket) = stream else {
         return Err(LostReason::Malformed(String::from("not a tcp socket")));
     };
@@ -69,7 +73,8 @@ fn greet(stream: &Stream, _: &Regions) -> Result<Vec<Arc<dyn RegionOwner>>, Lost
     Ok(Vec::new())
 }
 
-fn resolve(address: &str) -> Result<TcpStream, LostReason> {
+/// Connects; may take a few seconds.
+pub(crate) fn resolve(address: &str) -> Result<TcpStream, LostReason> {
     let connect = |text: String| LostReason::Connect(text);
     let mut last = String::from("no address");
     for socket in address.to_socket_addrs().map_err(|error| connect(error.to_string()))? {
@@ -79,6 +84,49 @@ fn resolve(address: &str) -> Result<TcpStream, LostReason> {
         }
     }
     Err(connect(last))
+}
+
+/// A listening socket and the thread that accepts on it.
+#[derive(Debug)]
+pub(crate) struct Acceptor {
+    local: SocketAddr,
+    thread: JoinHandle<()>,
+}
+
+impl Acceptor {
+    pub(crate) fn start(links: &Arc<Links>, address: &str) -> Result<Self, TransportError> {
+        let io = |during| move |source| TransportError::Io { during, source };
+        let listener = TcpListener::bind(address).map_err(io("bind"))?;
+        let local = listener.local_addr().map_err(io("bind"))?;
+        let links = Arc::clone(links);
+        let thread = thread::Builder::new()
+            .name(String::from("pd-accept"))
+            .spawn(move || accept(&links, &listener))
+            .map_err(io("start thread"))?;
+        Ok(Self { local, thread })
+    }
+
+    /// Where peers connect to.
+    pub(crate) fn address(&self) -> String {
+        self.local.to_string()
+    }
+
+    /// Ends the thread.
+    pub(crate) fn stop(self, links: &Links) {
+        links.is_ending.store(true, Ordering::SeqCst);
+        let mut address = self.local;
+        if address.ip().is_unspecified() {
+            address.set_ip(match address {
+                SocketAddr::V4(_) => std::net::Ipv4Addr::LOCALHOST.into(),
+                SocketAddr::V6(_) => std::net::Ipv6Addr::LOCALHOST.into(),
+            });
+        }
+        // Wakes the acceptor, which looks at `is_ending`.
+        if TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).is_ok() {
+            // A panic of the acceptor was reported by its thread.
+            let _ = self.thread.join();
+        }
+    }
 }
 
 fn accept(links: &Arc<Links>, listener: &TcpListener) {
@@ -108,16 +156,10 @@ impl Transport for Tcp {
         if self.acceptor.is_some() {
             return Err(TransportError::Full { what: "listeners", limit: 1 });
         }
-        let io = |during| move |source| TransportError::Io { during, source };
-        let listener = TcpListener::bind(address).map_err(io("bind"))?;
-        let local = listener.local_addr().map_err(io("bind"))?;
-        let links = Arc::clone(&self.links);
-        let thread = thread::Builder::new()
-            .name(String::from("pd-accept"))
-            .spawn(move || accept(&links, &listener))
-            .map_err(io("start thread"))?;
-        self.acceptor = Some((local, thread));
-        Ok(local.to_string())
+        let acceptor = Acceptor::start(&self.links, address)?;
+        let local = acceptor.address();
+        self.acceptor = Some(acceptor);
+        Ok(local)
     }
 
     fn connect(&mut self, address: &str) -> Result<PeerId, TransportError> {
@@ -156,19 +198,8 @@ impl Transport for Tcp {
 
 impl Drop for Tcp {
     fn drop(&mut self) {
-        self.links.is_ending.store(true, Ordering::SeqCst);
-        if let Some((mut address, thread)) = self.acceptor.take() {
-            if address.ip().is_unspecified() {
-                address.set_ip(match address {
-                    SocketAddr::V4(_) => std::net::Ipv4Addr::LOCALHOST.into(),
-                    SocketAddr::V6(_) => std::net::Ipv6Addr::LOCALHOST.into(),
-                });
-            }
-            // Wakes the acceptor, which looks at `is_ending`.
-            if TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).is_ok() {
-                // A panic of the acceptor was reported by its thread.
-                let _ = thread.join();
-            }
+        if let Some(acceptor) = self.acceptor.take() {
+            acceptor.stop(&self.links);
         }
         self.links.end();
     }

@@ -10,7 +10,7 @@
 //!   the expected value before and after they were copied out.
 //! - Messages of one peer arrive in order. `PeerUp` comes before, `PeerLost` after everything else
 //!   of a peer, each once. After `PeerLost` no access of that peer to our memory is under way
-//!   (shared memory: see [`crate::shm`]).
+//!   (shared memory and UCX: see [`crate::shm`] and [`crate::ucx`]).
 //! - A sink may block; that slows down the peer whose event it is. A transport is dropped after
 //!   its sink has stopped blocking, and joins its threads then.
 #![expect(unsafe_code, reason = "declares the unsafe trait of registered memory, implements it")]
@@ -78,6 +78,14 @@ pub enum LostReason {
         queued: u64,
         /// Allowed.
         limit: u64,
+    },
+    /// Libraries of both sides do not understand each other.
+    #[error("{ours} here and {theirs} at the peer do not understand each other")]
+    Incompatible {
+        /// Library and version of this side.
+        ours: String,
+        /// Library and version of the peer.
+        theirs: String,
     },
     /// The peer runs as another user.
     #[error("peer has uid {0}")]
@@ -187,6 +195,9 @@ pub enum TransportError {
         /// What is wrong.
         text: String,
     },
+    /// UCX can't be used.
+    #[error(transparent)]
+    Ucx(#[from] crate::ucx::UcxError),
     /// The operating system says no.
     #[error("{during}: {source}")]
     Io {

@@ -14,5 +14,6 @@ mod it {
     mod sim;
     mod spec;
     mod states;
+    mod ucx;
     mod wire;
 }

@@ -58,6 +58,8 @@ pub enum Backend {
     Shm,
     /// TCP.
     Tcp,
+    /// UCX: RDMA where there is hardware for it; needs libucp.so.0 on both sides, same version.
+    Ucx,
 }
 
 /// Flags of a worker process.

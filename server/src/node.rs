@@ -28,6 +28,7 @@ use pd_transfer::inprocess::InProcessNet;
 use pd_transfer::shm::{Shm, has_foreign_file};
 use pd_transfer::tcp::Tcp;
 use pd_transfer::transport::{RegionOwner, TransportFactory};
+use pd_transfer::ucx::Ucx;
 use pd_transfer::wire::{Incarnation, Limits, Role as LinkRole};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -449,6 +450,14 @@ fn is_blocked(address: &str) -> bool {
     socket.is_some()
 }
 
+/// The transport to peers at HOST:PORT.
+fn by_socket(backend: Backend) -> (&'static str, TransportFactory) {
+    match backend {
+        Backend::Ucx => ("ucx", Ucx::factory(Arc::default())),
+        Backend::Auto | Backend::Shm | Backend::Tcp => ("tcp", Tcp::factory()),
+    }
+}
+
 fn random_incarnation() -> anyhow::Result<Incarnation> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).context("read random bytes for this process's incarnation")?;
@@ -579,7 +588,8 @@ impl Assembly<'_> {
         let mut port = args.disaggregation_bootstrap_port;
         if backend != Backend::Shm {
             let listen = format!("{}:{port}", args.host);
-            self.drive(&mut draft, "tcp", Tcp::factory(), Some(listen))?;
+            let (name, factory) = by_socket(backend);
+            self.drive(&mut draft, name, factory, Some(listen))?;
             port = draft.drivers[0]
                 .1
                 .listen_address()
@@ -597,7 +607,7 @@ impl Assembly<'_> {
                 socket,
                 "a file that is no socket lies there: TCP only, no shared memory"
             );
-        } else if backend != Backend::Tcp {
+        } else if matches!(backend, Backend::Auto | Backend::Shm) {
             self.drive(&mut draft, "shm", Shm::factory(1), Some(socket))?;
         }
         self.bootstrap = Some(format!("{}:{port}", args.host));
@@ -608,7 +618,7 @@ impl Assembly<'_> {
         let mut draft = self.draft(Role::Decode)?;
         let backend = args.disaggregation_transfer_backend;
         let by_memory = |address: &&String| match backend {
-            Backend::Tcp => false,
+            Backend::Tcp | Backend::Ucx => false,
             Backend::Shm => true,
             // Where a file blocks the socket the prefill worker has TCP only.
             Backend::Auto => is_local(address) && !is_blocked(address),
@@ -625,7 +635,8 @@ impl Assembly<'_> {
             }
         }
         if !far.is_empty() {
-            self.drive(&mut draft, "tcp", Tcp::factory(), None)?;
+            let (name, factory) = by_socket(backend);
+            self.drive(&mut draft, name, factory, None)?;
             let last = draft.drivers.len() - 1;
             for address in far {
                 draft.drivers[last].1.connect(address).context("connect to a prefill worker")?;

@@ -1,7 +1,7 @@
 //! What `.ci/run` does, in order and with times.
 
 use crate::test::{Layer, Numbers, Runner};
-use crate::{docs, external, fences, python, sh, test, tidy, versions};
+use crate::{docs, external, fences, python, sh, test, tidy, ucx, versions};
 use anyhow::{Context as _, Result};
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ type Step = (&'static str, fn() -> Result<()>);
 
 /// Steps in order: what fails fast first, the tests last, so that the closing line of the test
 /// runner is the last output.
-const STEPS: [Step; 11] = [
+const STEPS: [Step; 12] = [
     ("fmt", fmt),
     ("tidy", tidy::run),
     ("fences", fences::run),
@@ -19,6 +19,7 @@ const STEPS: [Step; 11] = [
     ("each crate alone", each_crate_alone),
     ("docs", docs::run),
     ("python", || python::ensure().map(drop)),
+    ("ucx", || ucx::ensure().map(drop)),
     ("build", build),
     ("external", external::run),
     ("test", tests),

@@ -19,6 +19,7 @@ mod python;
 mod sh;
 mod test;
 mod tidy;
+mod ucx;
 mod unsafe_audit;
 mod versions;
 

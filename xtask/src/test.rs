@@ -7,9 +7,10 @@ mod layers;
 mod tally;
 
 use crate::sh::{self, Watch};
-use crate::{metadata, python};
+use crate::{metadata, python, ucx};
 use anyhow::{Context as _, Result, bail};
 pub(crate) use layers::Layer;
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Instant;
 use tally::Tally;
@@ -41,6 +42,13 @@ pub(crate) struct Numbers {
     pub(crate) requests: Option<u64>,
 }
 
+/// What tests are given by the environment.
+struct Equipment {
+    numbers: Numbers,
+    python: Option<String>,
+    ucx: Option<PathBuf>,
+}
+
 /// Runs the tests of `layer`.
 pub(crate) fn run(layer: Layer, numbers: Numbers, runner: Runner) -> Result<()> {
     if layer == Layer::Load {
@@ -50,24 +58,25 @@ pub(crate) fn run(layer: Layer, numbers: Numbers, runner: Runner) -> Result<()> 
         bail!("--requests is for the layer sim");
     }
     let python = if layer.has_end_to_end() { interpreter()? } else { None };
+    let without = (layer.has_end_to_end() && python.is_none()).then_some(PYTHON_TESTS);
+    let equipment = Equipment { numbers, python, ucx: library()? };
     let mut tally = Tally::default();
     let started = Instant::now();
     if layer.has_doc_tests() {
         let mut doc = sh::cargo();
         doc.args(["test", "--workspace", "--all-features", "--doc"]);
-        equip(&mut doc, numbers, python.as_deref());
+        equipment.equip(&mut doc);
         watch(&mut doc, Watch::Stdout, &mut tally)?;
     }
-    let without = (layer.has_end_to_end() && python.is_none()).then_some(PYTHON_TESTS);
     if runner == Runner::Installed && has_nextest() {
         let mut nextest = nextest(layer, without);
-        equip(&mut nextest, numbers, python.as_deref());
+        equipment.equip(&mut nextest);
         watch(&mut nextest, Watch::Stderr, &mut tally)?;
         return above_floor(layer, &tally, without);
     }
     let mut plain = Tally::default();
     for mut command in layers::libtest(layer, without) {
-        equip(&mut command, numbers, python.as_deref());
+        equipment.equip(&mut command);
         watch(&mut command, Watch::Stdout, &mut plain)?;
     }
     tally.add(&plain);
@@ -94,15 +103,20 @@ fn nextest(layer: Layer, without: Option<&str>) -> Command {
     command
 }
 
-fn equip(command: &mut Command, numbers: Numbers, python: Option<&str>) {
-    if let Some(seed) = numbers.seed {
-        command.env(SEED, seed.to_string()).env("PROPTEST_RNG_SEED", seed.to_string());
-    }
-    if let Some(requests) = numbers.requests {
-        command.env(REQUESTS, requests.to_string());
-    }
-    if let Some(python) = python {
-        command.env(python::VARIABLE, python);
+impl Equipment {
+    fn equip(&self, command: &mut Command) {
+        if let Some(seed) = self.numbers.seed {
+            command.env(SEED, seed.to_string()).env("PROPTEST_RNG_SEED", seed.to_string());
+        }
+        if let Some(requests) = self.numbers.requests {
+            command.env(REQUESTS, requests.to_string());
+        }
+        if let Some(python) = &self.python {
+            command.env(python::VARIABLE, python);
+        }
+        if let Some(ucx) = &self.ucx {
+            command.env(ucx::VARIABLE, ucx);
+        }
     }
 }
 
@@ -120,6 +134,19 @@ fn interpreter() -> Result<Option<String>> {
         Err(error) if sh::is_ci() => Err(error.context("the Python client is required in CI")),
         Err(error) => {
             println!("tests named {PYTHON_TESTS} are left out: {error:#}");
+            Ok(None)
+        }
+    }
+}
+
+/// The UCX library for the tests of its transport; in CI it must be there. Without it they still use
+/// the one that the loader finds.
+fn library() -> Result<Option<PathBuf>> {
+    match ucx::ensure() {
+        Ok(path) => Ok(Some(path)),
+        Err(error) if sh::is_ci() => Err(error.context("UCX is required in CI")),
+        Err(error) => {
+            println!("there is no UCX wheel for the tests: {error:#}");
             Ok(None)
         }
     }
@@ -154,7 +181,7 @@ fn load(numbers: Numbers) -> Result<()> {
                 }
                 _ => continue,
             };
-            equip(&mut command, numbers, None);
+            Equipment { numbers, python: None, ucx: None }.equip(&mut command);
             sh::run(&mut command)?;
             runs += 1;
         }

@@ -13,7 +13,7 @@ use crate::transport::{
     TransportFactory,
 };
 use crate::wire::{Extent, Guard, MAX_MESSAGE_BYTES, RegionId};
-use crossbeam_channel::{Receiver, unbounded};
+use crossbeam_channel::{Receiver, bounded, unbounded};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
@@ -130,6 +130,7 @@ pub fn run(subject: impl Fn(&str) -> Subject) {
     messages_arrive_in_order(&subject("order"));
     gets_bring_the_bytes(&subject("gets"));
     a_changed_guard_is_stale(&subject("stale"));
+    a_reused_page_is_never_done(&subject("reuse"));
     bad_sources_fail_and_leave_the_link_alone(&subject("bad"));
     malformed_gets_are_refused_at_once(&subject("refuse"));
     a_cut_by_the_source_answers_every_get(&subject("cutsource"));
@@ -220,6 +221,41 @@ fn a_changed_guard_is_stale(subject: &Subject) {
     assert_eq!(pair.target.next(), TransportEvent::GetStale { peer, op: OpId(2) });
     pair.target.transport.get(peer, get(3, &[(4096, 64)], 0, 2)).expect("get");
     assert_eq!(pair.target.next(), TransportEvent::GetDone { peer, op: OpId(3) });
+}
+
+/// The owner gives a page away and fills it again, every second time while it is read.
+fn a_reused_page_is_never_done(subject: &Subject) {
+    const PAGE_BYTES: usize = 64 << 10;
+    let mut pair = pair(subject);
+    let memory = Arc::clone(&pair.source.memory);
+    let (offer, offers) = bounded(0);
+    let (release, released) = bounded(1);
+    let owner = std::thread::spawn(move || {
+        for generation in 2..100_u64 {
+            set_guard(&*memory, 0, generation).expect("guard");
+            write(&*memory, 4096, &vec![generation as u8; PAGE_BYTES]).expect("fill");
+            let is_heard = offer.send(generation).is_ok();
+            if !is_heard || (generation % 2 == 0 && released.recv().is_err()) {
+                return;
+            }
+        }
+    });
+    for generation in offers {
+        let get = get(generation, &[(4096, PAGE_BYTES as u32)], 0, generation);
+        pair.target.transport.get(pair.at_source, get).expect("get");
+        match pair.target.next() {
+            TransportEvent::GetDone { .. } => {
+                let bytes = pair.target.bytes(0, PAGE_BYTES as u32);
+                assert!(bytes.iter().all(|byte| *byte == generation as u8), "mixed page");
+            }
+            TransportEvent::GetStale { .. } if generation % 2 == 1 => {}
+            other => panic!("{other:?} of a page that is {generation}"),
+        }
+        if generation % 2 == 0 {
+            release.send(()).expect("the owner waits");
+        }
+    }
+    owner.join().expect("the owner ends");
 }
 
 // PD-T4

@@ -1,5 +1,6 @@
-//! The conformance suite over every transport that runs in this process.
+//! The conformance suite over every transport; over UCX in child processes.
 
+use crate::it::ucx::{TLS, libraries_for};
 use pd_transfer::inprocess::InProcessNet;
 use pd_transfer::shm::{SharedRegion, Shm, has_foreign_file};
 use pd_transfer::tcp::Tcp;
@@ -85,4 +86,27 @@ fn a_faulty_transport_without_faults() {
         nowhere: String::from("127.0.0.1:1"),
         memory: heap,
     });
+}
+
+/// Every library; `pd-peer` panics with what went wrong.
+fn ucx(tls: &str) {
+    for library in libraries_for(tls) {
+        let status = library.peer(tls, &["conformance", "ucx"]).status().unwrap();
+        assert!(status.success(), "UCX {} over {tls}: {status}", library.version);
+    }
+}
+
+#[test]
+fn ucx_by_sockets() {
+    ucx(TLS[0]);
+}
+
+#[test]
+fn ucx_by_shared_memory() {
+    ucx(TLS[1]);
+}
+
+#[test]
+fn ucx_by_its_own_choice() {
+    ucx(TLS[2]);
 }

@@ -1,6 +1,7 @@
-//! The other side in a process of its own, over shared memory and TCP, killed without warning.
+//! The other side in a process of its own, over shared memory, TCP and UCX, killed without warning.
 
 use crate::it::side::{Side, attempt, layout};
+use crate::it::ucx::{Library, Peer, TLS, libraries, libraries_for};
 use pd_transfer::receiver::FailReason;
 use pd_transfer::shm::Shm;
 use pd_transfer::tcp::Tcp;
@@ -80,4 +81,47 @@ fn shared_memory_between_processes() {
 #[test]
 fn tcp_between_processes() {
     survives_a_kill("tcp", "127.0.0.1:0", Tcp::factory());
+}
+
+/// Both sides are children: hand-offs, a kill in the middle of them, a new process at the same
+/// address, hand-offs again.
+fn ucx_survives_a_kill(library: &Library, tls: &str) {
+    let prefill = |address: &str| Peer::new(library.peer(tls, &["ucx", address]));
+    let mut first = prefill("127.0.0.1:0");
+    let address = first.line("listening");
+    let mut decode = Peer::new(library.peer(tls, &["pull", "ucx", &address]));
+    assert_eq!(decode.line("completed:"), "200 pages");
+    first.kill();
+    decode.line("down:");
+    let mut again = prefill(&address);
+    assert_eq!(again.line("listening"), address);
+    assert_eq!(decode.line("completed:"), "200 pages");
+}
+
+#[test]
+fn ucx_between_processes() {
+    for tls in TLS {
+        for library in libraries_for(tls) {
+            ucx_survives_a_kill(&library, tls);
+        }
+    }
+}
+
+#[test]
+fn versions_of_ucx_that_do_not_understand_each_other_say_so() {
+    let libraries = libraries();
+    let [given, loaded] = &libraries[..] else {
+        println!("left out: there are not two UCX libraries");
+        return;
+    };
+    assert_ne!(given.minor(), loaded.minor(), "two versions are needed");
+    for (prefill, decode) in [(given, loaded), (loaded, given)] {
+        let mut listener = Peer::new(prefill.peer("tcp", &["ucx", "127.0.0.1:0"]));
+        let address = listener.line("listening");
+        let mut connector = Peer::new(decode.peer("tcp", &["pull", "ucx", &address]));
+        let text = connector.line("refused:");
+        for version in [&prefill.version, &decode.version] {
+            assert!(text.contains(&format!("UCX {version}")), "{text}");
+        }
+    }
 }

@@ -35,8 +35,14 @@ pub(crate) struct Process {
 impl Process {
     /// Starts the binary with these flags, as they are.
     pub(crate) fn spawn(args: &[String]) -> Self {
+        Self::spawn_with(args, &[])
+    }
+
+    /// The same with variables of its own.
+    pub(crate) fn spawn_with(args: &[String], variables: &[(&str, &str)]) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_server"));
         command.args(args).current_dir(ROOT).env("NO_COLOR", "1").env_remove("RUST_LOG");
+        command.env("UCX_NET_DEVICES", "lo").envs(variables.iter().copied());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().expect("start the server binary");
         let (send, stdout) = channel();
@@ -279,7 +285,7 @@ pub(crate) struct Pair {
 }
 
 impl Pair {
-    /// Two processes joined by `backend` (`shm` or `tcp`).
+    /// Two processes joined by `backend` (`shm`, `tcp` or `ucx`).
     pub(crate) fn start(backend: &str, flags: &str) -> Self {
         let flags = format!("--disaggregation-transfer-backend {backend} {flags}");
         let prefill = Server::worker("prefill", &flags);

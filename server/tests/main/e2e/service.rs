@@ -257,12 +257,20 @@ fn start_that_cannot_work_ends_with_one_clear_line() {
         ),
         (format!("{model} --port 0 --context-length 99999999"), "--context-length".to_owned()),
         (format!("{model} --port 0 --kv-memory-mib 1"), "--kv-memory-mib".to_owned()),
+        (
+            format!(
+                "{model} --port 0 --disaggregation-mode prefill --disaggregation-bootstrap-port 0 \
+                 --disaggregation-transfer-backend ucx"
+            ),
+            "no UCX library: looked for /nowhere/libucp.so.0".to_owned(),
+        ),
         ("--index-k-dtype fp5".to_owned(), "--index-k-dtype".to_owned()),
         ("--no-such-flag".to_owned(), "--no-such-flag".to_owned()),
         (format!("router --worker http://127.0.0.1:1 --port {port}"), "another --port".to_owned()),
         (format!("router --worker nonsense --port {port}"), "nonsense".to_owned()),
     ] {
-        let mut process = Process::spawn(&args(&flags));
+        let no_library = [("DSV4_UCX_LIB", "/nowhere/libucp.so.0")];
+        let mut process = Process::spawn_with(&args(&flags), &no_library);
         let status = process.wait_exit();
         assert!(!status.success(), "{flags} started");
         let log = process.log_text();

@@ -1,0 +1,430 @@
+//! The one thread that talks to UCX: takes commands, keeps a bounded number of gets under way, lets
+//! UCX work for peers that read our memory, and sleeps when there is nothing to do.
+
+use super::UcxError;
+use super::hello::Card;
+use super::job::{End, Job, Next};
+use super::raw::{Event, NotBegun, RemoteRegion, Ucp};
+use super::sys::{Api, Version};
+use super::totals::Totals;
+use crate::copy::read;
+use crate::id::{OpId, PeerId};
+use crate::socket::{Conn, lock};
+use crate::transport::{
+    EventSink, HeapRegion, LostReason, RegionOwner, TransportError, TransportEvent,
+};
+use crate::wire::Extent;
+use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use rustix::event::EventfdFlags;
+use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+/// Gets under way at once, over all peers; as many as the receiver's default.
+const JOBS_MAX: usize = 64;
+/// Commands taken before UCX gets its turn.
+const COMMANDS_AT_ONCE: usize = 64;
+/// Turns without anything to do before the thread lets others run between turns, and before it
+/// sleeps: falling asleep and being woken for each transfer costs more than the transfer.
+const IDLE_TURNS: u32 = 32;
+const IDLE_TURNS_MAX: u32 = 256;
+/// Longest sleep. Everything that matters wakes the thread; this is for what UCX does by itself.
+const SLEEP_MAX: Duration = Duration::from_secs(1);
+/// The same while gets are under way, in case a transport wakes nobody.
+const SLEEP_BUSY_MAX: Duration = Duration::from_millis(10);
+/// Mapped memory 0 of both sides holds guard words that landed; region `n` of the transport is
+/// `n + 1`.
+const WORDS: usize = 0;
+/// Tokens from here on are of the first get of the peer with the rest as its number.
+const FIRST_GETS: usize = JOBS_MAX;
+/// How long the first get of a link may take.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What the thread is told.
+enum Command {
+    Register { memory: Arc<dyn RegionOwner>, answer: Sender<Result<(), UcxError>> },
+    Open { conn: Arc<Conn>, card: Card, answer: Sender<Result<(), UcxError>> },
+    Get { conn: Arc<Conn>, op: OpId },
+    Close { peer: PeerId, answer: Sender<()> },
+    Stop,
+}
+
+/// Wakes the thread if it sleeps.
+#[derive(Debug)]
+struct Wake {
+    fd: OwnedFd,
+    is_asleep: AtomicBool,
+}
+
+/// The thread as the others see it.
+#[derive(Debug)]
+pub(super) struct Engine {
+    commands: Sender<Command>,
+    wake: Arc<Wake>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    version: Version,
+    card: Arc<Mutex<Card>>,
+}
+
+/// Where the thread puts what it does.
+struct Outputs {
+    sink: EventSink,
+    totals: Arc<Totals>,
+    card: Arc<Mutex<Card>>,
+}
+
+impl Engine {
+    /// Opens UCX on a thread of its own.
+    pub(super) fn start(sink: EventSink, totals: Arc<Totals>) -> Result<Self, TransportError> {
+        let api = Api::open()?;
+        let io = |during| move |source| TransportError::Io { during, source };
+        let fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|errno| io("create eventfd")(errno.into()))?;
+        let wake = Arc::new(Wake { fd, is_asleep: AtomicBool::new(false) });
+        // Gets are bounded by the receiver, the other commands wait for their answer.
+        let (commands, queue) = unbounded();
+        let card = Arc::new(Mutex::new(Card::default()));
+        let outputs = Outputs { sink, totals, card: Arc::clone(&card) };
+        let (ready, opened) = bounded(1);
+        let theirs = Arc::clone(&wake);
+        let thread = thread::Builder::new()
+            .name(String::from("pd-ucx"))
+            .spawn(move || match Turn::new(api, outputs) {
+                Ok(turn) => {
+                    // The other end waits for this.
+                    let _ = ready.send(Ok(()));
+                    turn.run(&queue, &theirs);
+                }
+                Err(error) => {
+                    let _ = ready.send(Err(error));
+                }
+            })
+            .map_err(io("start thread"))?;
+        opened.recv().map_err(|_| UcxError::Ended)??;
+        let (version, thread) = (api.version(), Mutex::new(Some(thread)));
+        Ok(Self { commands, wake, thread, version, card })
+    }
+
+    pub(super) fn version(&self) -> Version {
+        self.version
+    }
+
+    /// What peers are told of us.
+    pub(super) fn card(&self) -> Card {
+        lock(&self.card).clone()
+    }
+
+    fn tell(&self, command: Command) {
+        // A thread that has ended answers nothing; who waits for an answer sees that.
+        let _ = self.commands.send(command);
+        if self.wake.is_asleep.swap(false, Ordering::SeqCst) {
+            // It can only be full of earlier wake-ups.
+            let _ = rustix::io::write(&self.wake.fd, &1_u64.to_ne_bytes());
+        }
+    }
+
+    /// Maps a region and puts it on the card.
+    pub(super) fn register(&self, memory: Arc<dyn RegionOwner>) -> Result<(), UcxError> {
+        let (answer, answered) = bounded(1);
+        self.tell(Command::Register { memory, answer });
+        answered.recv().map_err(|_| UcxError::Ended)?
+    }
+
+    /// Makes an endpoint to a peer and reads a word through it: an endpoint alone says nothing,
+    /// and UCX 1.13 aborts when a worker ends before its endpoints have found each other.
+    pub(super) fn open(&self, conn: Arc<Conn>, card: Card) -> Result<(), UcxError> {
+        let (answer, answered) = bounded(1);
+        self.tell(Command::Open { conn, card, answer });
+        answered.recv_timeout(OPEN_TIMEOUT).map_err(|_| UcxError::NoAnswer)?
+    }
+
+    /// Begins a get that the link has noted.
+    pub(super) fn get(&self, conn: Arc<Conn>, op: OpId) {
+        self.tell(Command::Get { conn, op });
+    }
+
+    /// Closes the endpoint of a peer; returns when no request of it is under way and its gets are
+    /// answered.
+    pub(super) fn close(&self, peer: PeerId) {
+        let (answer, answered) = bounded(1);
+        self.tell(Command::Close { peer, answer });
+        // Without a thread there is no request either.
+        let _ = answered.recv();
+    }
+
+    /// Ends the thread; every link is closed before.
+    pub(super) fn stop(&self) {
+        self.tell(Command::Stop);
+        if let Some(thread) = lock(&self.thread).take() {
+            // A panic was reported by the thread.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn first_get(text: String) -> UcxError {
+    UcxError::Call { function: "first ucp_get_nbx", text }
+}
+
+/// Maps memory and puts it on the card.
+fn map(ucp: &mut Ucp, outputs: &Outputs, memory: Arc<dyn RegionOwner>) -> Result<(), UcxError> {
+    let (base, bytes) = (memory.base().addr() as u64, memory.len());
+    let rkey = ucp.map(memory)?;
+    lock(&outputs.card).regions.push(RemoteRegion { base, bytes, rkey });
+    Ok(())
+}
+
+/// A peer with an endpoint.
+struct Peer {
+    conn: Arc<Conn>,
+    /// Who waits for the first get.
+    opening: Option<Sender<Result<(), UcxError>>>,
+    /// Who waits for the end of the endpoint.
+    closing: Option<Sender<()>>,
+}
+
+struct Running {
+    conn: Arc<Conn>,
+    job: Job,
+}
+
+/// What the thread owns. Fields are dropped in order: UCX ends before the words that it writes.
+struct Turn {
+    ucp: Ucp,
+    outputs: Outputs,
+    words: Arc<HeapRegion>,
+    peers: BTreeMap<PeerId, Peer>,
+    waiting: VecDeque<(Arc<Conn>, OpId)>,
+    /// By slot, which is the token of their requests and the place of their guard word.
+    jobs: Vec<Option<Running>>,
+    free: Vec<usize>,
+    events: Vec<Event>,
+    is_ending: bool,
+}
+
+impl Turn {
+    fn new(api: &'static Api, outputs: Outputs) -> Result<Self, UcxError> {
+        let mut ucp = Ucp::new(api)?;
+        // One per job, and one for first gets, whose value does not matter.
+        let words = HeapRegion::new(8 * (JOBS_MAX + 1));
+        lock(&outputs.card).address = ucp.address()?;
+        let memory = Arc::clone(&words) as Arc<dyn RegionOwner>;
+        map(&mut ucp, &outputs, memory)?;
+        Ok(Self {
+            ucp,
+            outputs,
+            words,
+            peers: BTreeMap::new(),
+            waiting: VecDeque::new(),
+            jobs: (0..JOBS_MAX).map(|_| None).collect(),
+            free: (0..JOBS_MAX).rev().collect(),
+            events: Vec::new(),
+            is_ending: false,
+        })
+    }
+
+    fn run(mut self, commands: &Receiver<Command>, wake: &Wake) {
+        let mut idle_turns = 0;
+        while !self.is_ending {
+            if self.turn(commands) {
+                idle_turns = 0;
+                continue;
+            }
+            idle_turns += 1;
+            if idle_turns < IDLE_TURNS_MAX {
+                if idle_turns > IDLE_TURNS {
+                    thread::yield_now();
+                }
+                continue;
+            }
+            // Said before the last look at the queue: a command that comes later wakes us.
+            wake.is_asleep.store(true, Ordering::SeqCst);
+            if commands.is_empty() {
+                let is_busy = self.free.len() < JOBS_MAX;
+                self.ucp.wait(wake.fd.as_fd(), if is_busy { SLEEP_BUSY_MAX } else { SLEEP_MAX });
+            }
+            wake.is_asleep.store(false, Ordering::SeqCst);
+            // Empty if nobody woke us.
+            let _ = rustix::io::read(&wake.fd, &mut [0; 8]);
+        }
+    }
+
+    /// Does what there is to do; false if there was nothing.
+    fn turn(&mut self, commands: &Receiver<Command>) -> bool {
+        let mut has_worked = false;
+        for command in commands.try_iter().take(COMMANDS_AT_ONCE) {
+            has_worked = true;
+            self.handle(command);
+        }
+        has_worked |= self.begin_jobs();
+        let mut events = std::mem::take(&mut self.events);
+        has_worked |= self.ucp.progress(&mut events);
+        for event in events.drain(..) {
+            self.handle_event(event);
+        }
+        self.events = events;
+        has_worked
+    }
+
+    fn handle(&mut self, command: Command) {
+        match command {
+            Command::Register { memory, answer } => {
+                // The caller waits for the answer, as the ones below do.
+                let _ = answer.send(map(&mut self.ucp, &self.outputs, memory));
+            }
+            Command::Open { conn, card, answer } => self.open(conn, card, answer),
+            Command::Get { conn, op } => self.waiting.push_back((conn, op)),
+            Command::Close { peer, answer } => match self.peers.get_mut(&peer) {
+                Some(entry) if self.ucp.close(peer.0) => {
+                    entry.opening = None;
+                    entry.closing = Some(answer);
+                }
+                // There never was an endpoint, or it is gone.
+                _ => {
+                    self.peers.remove(&peer);
+                    let _ = answer.send(());
+                }
+            },
+            Command::Stop => self.is_ending = true,
+        }
+    }
+
+    fn open(&mut self, conn: Arc<Conn>, card: Card, answer: Sender<Result<(), UcxError>>) {
+        let peer = conn.peer;
+        let begun = self.ucp.connect(peer.0, &card.address, card.regions).and_then(|()| {
+            let (source, target) = ((WORDS, 0), (WORDS, 8 * JOBS_MAX as u64));
+            self.ucp
+                .get(peer.0, source, target, 8, FIRST_GETS + peer.0 as usize)
+                .map_err(|(NotBegun::Refused(text) | NotBegun::Broken(text))| first_get(text))
+        });
+        let mut entry = Peer { conn, opening: None, closing: None };
+        match begun {
+            Ok(false) => entry.opening = Some(answer),
+            done => {
+                let _ = answer.send(done.map(|_| ()));
+            }
+        }
+        self.peers.insert(peer, entry);
+    }
+
+    fn begin_jobs(&mut self) -> bool {
+        let mut has_begun = false;
+        while !self.free.is_empty()
+            && let Some((conn, op)) = self.waiting.pop_front()
+        {
+            // A link that ended has answered the get already.
+            let Some(get) = conn.take_get(op) else { continue };
+            let Some(slot) = self.free.pop() else { continue };
+            let mut job = Job::new(get);
+            if self.peers.get(&conn.peer).is_none_or(|peer| peer.opening.is_some()) {
+                job.give_up(End::Failed(String::from("the link is not up yet")));
+            }
+            Totals::add(&self.outputs.totals.gets, 1);
+            Totals::add(&self.outputs.totals.extents, job.get.source.len() as u64);
+            self.jobs[slot] = Some(Running { conn, job });
+            self.advance(slot);
+            has_begun = true;
+        }
+        has_begun
+    }
+
+    fn handle_event(&mut self, event: Event) {
+        match event {
+            Event::Got { token, error } if token >= FIRST_GETS => {
+                let peer = self.peers.get_mut(&PeerId((token - FIRST_GETS) as u64));
+                if let Some(answer) = peer.and_then(|peer| peer.opening.take()) {
+                    let _ = answer.send(error.map_or(Ok(()), |text| Err(first_get(text))));
+                }
+            }
+            Event::Got { token: slot, error } => {
+                if let Some(running) = self.jobs.get_mut(slot).and_then(Option::as_mut) {
+                    match error {
+                        None => running.job.handle_landed(),
+                        Some(error) => running.job.handle_failed(End::Lost(error)),
+                    }
+                    self.advance(slot);
+                }
+            }
+            Event::Broken { endpoint, error } => {
+                if let Some(peer) = self.peers.get(&PeerId(endpoint)) {
+                    // Its end closes the endpoint.
+                    peer.conn.abort(LostReason::Io(format!("ucx: {error}")));
+                }
+            }
+            Event::Closed { endpoint } => {
+                let peer = self.peers.remove(&PeerId(endpoint));
+                if let Some(answer) = peer.and_then(|peer| peer.closing) {
+                    let _ = answer.send(());
+                }
+            }
+        }
+    }
+
+    /// Begins whatever the job in `slot` can do now, and answers it if it has ended.
+    fn advance(&mut self, slot: usize) {
+        loop {
+            let word = self.word(slot);
+            let Some(Running { conn, job }) = self.jobs[slot].as_mut() else { return };
+            let next = job.poll_next(word);
+            let (source, target, bytes) = match next {
+                Next::Wait => return,
+                Next::End(end) => return self.answer(slot, end),
+                Next::Guard => {
+                    let guard = &job.get.guard;
+                    if !guard.offset.is_multiple_of(8) {
+                        let text = format!("guard at {} is misaligned", guard.offset);
+                        job.handle_failed(End::Failed(text));
+                        continue;
+                    }
+                    let region = WORDS + 1 + guard.region.0 as usize;
+                    ((region, guard.offset), (WORDS, 8 * slot as u64), 8)
+                }
+                Next::Data(run) => {
+                    let target = WORDS + 1 + job.get.target_region.0 as usize;
+                    let source = WORDS + 1 + job.get.source_region.0 as usize;
+                    ((source, run.source), (target, run.target), run.bytes)
+                }
+            };
+            match self.ucp.get(conn.peer.0, source, target, bytes, slot) {
+                Ok(is_done) => {
+                    Totals::add(&self.outputs.totals.posts, 1);
+                    Totals::add(&self.outputs.totals.bytes_posted, bytes);
+                    if is_done {
+                        job.handle_landed();
+                    }
+                }
+                Err(NotBegun::Refused(text)) => job.handle_failed(End::Failed(text)),
+                Err(NotBegun::Broken(text)) => job.handle_failed(End::Lost(text)),
+            }
+        }
+    }
+
+    /// The guard word that landed last for the job in `slot`.
+    fn word(&self, slot: usize) -> u64 {
+        let mut bytes = Vec::with_capacity(8);
+        let at = Extent { offset: 8 * slot as u64, len: 8 };
+        read(&*self.words, &at, &mut bytes).expect("there is a word for each slot");
+        u64::from_ne_bytes(bytes.try_into().expect("eight bytes were read"))
+    }
+
+    fn answer(&mut self, slot: usize, end: End) {
+        let Some(Running { conn, job }) = self.jobs[slot].take() else { return };
+        self.free.push(slot);
+        let (peer, op) = (conn.peer, job.get.op);
+        let event = match end {
+            End::Done => TransportEvent::GetDone { peer, op },
+            End::Stale => TransportEvent::GetStale { peer, op },
+            End::Failed(error) => TransportEvent::GetFailed { peer, op, error },
+            End::Lost(error) => {
+                // The loss of the link has to follow.
+                conn.abort(LostReason::Io(format!("ucx: {error}")));
+                TransportEvent::GetLost { peer, op }
+            }
+        };
+        (self.outputs.sink)(event);
+        conn.put_back();
+    }
+}

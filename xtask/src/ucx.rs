@@ -1,0 +1,52 @@
+//! UCX for the tests of its transport: a wheel, which has headers too, in the target folder; and on
+//! a CI machine Debian's older library, which does not understand the wheel's.
+
+use crate::{python, sh};
+use anyhow::{Context as _, Result, bail};
+use std::path::PathBuf;
+
+/// Tells the tests, as it tells the transport, which library to open.
+pub(crate) const VARIABLE: &str = "DSV4_UCX_LIB";
+/// What is installed, with its version.
+const WHEEL: &str = "libucx-cu13==1.22.0";
+/// Where the wheel has the library.
+const LIBRARY: &str = "libucx/lib/libucp.so.0";
+
+/// The library: `DSV4_UCX_LIB` if set, otherwise that of the wheel, which is fetched if it is not
+/// there or out of date.
+pub(crate) fn ensure() -> Result<PathBuf> {
+    if let Some(path) = std::env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
+        let path = PathBuf::from(path);
+        if !path.exists() {
+            bail!("{VARIABLE} is {}, which does not exist", path.display());
+        }
+        return Ok(path);
+    }
+    let folder = sh::root().join("target/ucx");
+    let (library, stamp) = (folder.join(LIBRARY), folder.join("wheel.txt"));
+    let is_current = std::fs::read_to_string(&stamp).is_ok_and(|have| have == WHEEL);
+    if !is_current || !library.exists() {
+        let mut pip = sh::command(python::ensure()?);
+        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+        pip.args(["--retries", "2", "--no-deps", "--upgrade", "--target"]).arg(&folder);
+        sh::run(pip.arg(WHEEL))?;
+        std::fs::write(&stamp, WHEEL).context("write the stamp of the UCX wheel")?;
+    }
+    debian();
+    Ok(library)
+}
+
+/// Only a CI machine is ours to change. Without the second library one test has nothing to do.
+fn debian() {
+    let loaded = sh::output(sh::command("ldconfig").arg("-p")).unwrap_or_default();
+    if !sh::is_ci() || loaded.contains("libucp.so.0") {
+        return;
+    }
+    let installed = sh::run(sh::command("apt-get").args(["-q", "update"])).and_then(|()| {
+        let arguments = ["-qy", "install", "--no-install-recommends", "libucx0"];
+        sh::run(sh::command("apt-get").args(arguments))
+    });
+    if let Err(error) = installed {
+        println!("only one version of UCX is tested: {error:#}");
+    }
+}
