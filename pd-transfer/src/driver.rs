@@ -13,10 +13,10 @@ use crate::transport::{
     TransportFactory, describe,
 };
 use crate::wire::{
-    AttemptId, FinalRecord, Fingerprint, Hello, Incarnation, Item, Limits, MAX_LAYOUT_BYTES,
+    AttemptId, FinalRecord, Fingerprint, Hello, Incarnation, Item, Key, Limits, MAX_LAYOUT_BYTES,
     PROTO_VERSION, RefuseReason, Role,
 };
-use crossbeam_channel::{Receiver, Sender, bounded, select, unbounded};
+use crossbeam_channel::{Receiver, Sender, bounded, select};
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::io;
@@ -57,8 +57,9 @@ impl Clock for SystemClock {
 
 /// Says whether bytes that landed are the page they should be.
 pub trait Verifier: Send + Sync {
-    /// Whether the bytes at the page's extents have its tag. Called on a thread of the driver;
-    /// nothing writes the extents meanwhile.
+    /// Whether the bytes at the page's extents have its tag. Called on the thread of the transport
+    /// that has just copied them, so that they are still in its cache; nothing writes the extents
+    /// meanwhile.
     fn verify(&self, page: &Verify) -> bool;
 }
 
@@ -94,8 +95,6 @@ pub struct DriverConfig {
     pub commands_max: usize,
     /// Transport events that may wait; the transport blocks beyond.
     pub events_max: usize,
-    /// Threads that verify; 0 verifies on the driver's thread.
-    pub verify_threads: usize,
     /// Pause before the first reconnect, in microseconds; doubles with each failure.
     pub reconnect_us_min: u64,
     /// Longest pause before a reconnect.
@@ -132,7 +131,6 @@ impl DriverConfig {
             peers_max: 256,
             commands_max: 4096,
             events_max: 4096,
-            verify_threads: 1,
             reconnect_us_min: 50_000,
             reconnect_us_max: 5_000_000,
             clock: Arc::new(SystemClock::new()),
@@ -334,15 +332,13 @@ pub struct Driver {
     endpoint: Endpoint,
     transport: Box<dyn Transport>,
     clock: Arc<dyn Clock>,
-    verifier: Arc<dyn Verifier>,
     upcalls: UpcallSink,
     commands: Receiver<Command>,
     inline: Arc<Mutex<VecDeque<Command>>>,
-    events: Receiver<TransportEvent>,
-    verify_jobs: Option<Sender<Verify>>,
-    answers: Sender<(OpId, bool)>,
-    verified: Receiver<(OpId, bool)>,
-    verify_threads: Vec<JoinHandle<()>>,
+    events: Receiver<News>,
+    checks: Arc<Checks>,
+    /// The page whose get is being reported, and whether the check said yes.
+    landed: Option<(AttemptId, Key, bool)>,
     snapshot: Arc<Mutex<Snapshot>>,
     routes: BTreeMap<String, Route>,
     reconnect_us: (u64, u64),
@@ -378,9 +374,12 @@ impl Driver {
             return Err(DriverError::Layout(config.layout.len()));
         }
         let (event_sender, events) = bounded(config.events_max);
+        let checks = Arc::new(Checks { verifier, open: Mutex::new(BTreeMap::new()) });
+        let checker = Arc::clone(&checks);
         let sink: EventSink = Arc::new(move |event| {
+            let landed = checker.after(&event);
             // Without a driver nobody wants the news.
-            let _ = event_sender.send(event);
+            let _ = event_sender.send((event, landed));
         });
         let mut transport = transport(sink)?;
         for region in &config.regions {
@@ -391,24 +390,18 @@ impl Driver {
             None => None,
         };
         let (commands, command_queue) = bounded(config.commands_max);
-        let (answers, verified) = unbounded();
-        let (verify_jobs, verify_threads) =
-            spawn_verifiers(config.verify_threads, &verifier, &answers)?;
         let inline = Arc::new(Mutex::new(VecDeque::new()));
         let snapshot = Arc::new(Mutex::new(Snapshot::default()));
         let driver = Self {
             endpoint: Endpoint::new(endpoint_config(&config, transport.name())),
             transport,
             clock: Arc::clone(&config.clock),
-            verifier,
             upcalls,
             commands: command_queue,
             inline: Arc::clone(&inline),
             events,
-            verify_jobs,
-            answers,
-            verified,
-            verify_threads,
+            checks,
+            landed: None,
             snapshot: Arc::clone(&snapshot),
             routes: BTreeMap::new(),
             reconnect_us: (config.reconnect_us_min, config.reconnect_us_max),
@@ -454,22 +447,14 @@ impl Driver {
                 Ok(command) => self.on_command(command),
                 Err(_) => self.is_ending = true,
             },
-            recv(self.events) -> event => if let Ok(event) = event {
-                self.on_event(event);
-            },
-            recv(self.verified) -> answer => if let Ok((op, ok)) = answer {
-                self.endpoint.handle_verified(self.clock.now(), op, ok);
+            recv(self.events) -> news => if let Ok(news) = news {
+                self.on_news(news);
             },
             default(pause) => {}
         }
         for _ in 0..BATCH {
-            let Ok(event) = self.events.try_recv() else { break };
-            self.on_event(event);
-            self.act();
-        }
-        for _ in 0..BATCH {
-            let Ok((op, ok)) = self.verified.try_recv() else { break };
-            self.endpoint.handle_verified(self.clock.now(), op, ok);
+            let Ok(news) = self.events.try_recv() else { break };
+            self.on_news(news);
         }
         for _ in 0..BATCH {
             let Ok(command) = self.commands.try_recv() else { break };
@@ -513,32 +498,26 @@ impl Driver {
                     self.transport.cut(peer);
                 }
             },
-            Action::Get { peer, get } => {
+            Action::Get { peer, get, check } => {
                 let op = get.op;
+                self.checks.expect(check);
                 match self.transport.get(peer, get) {
                     Ok(()) => {}
                     Err(TransportError::UnknownPeer(_)) => {
+                        self.checks.forget(op);
                         self.endpoint.handle_got(now, op, GetOutcome::Lost);
                     }
                     Err(error) => {
+                        self.checks.forget(op);
                         let outcome = GetOutcome::Error(error.to_string());
                         self.endpoint.handle_got(now, op, outcome);
                     }
                 }
             }
-            Action::Verify(verify) => {
-                let op = verify.op;
-                let is_taken = match &self.verify_jobs {
-                    Some(jobs) => jobs.send(verify).is_ok(),
-                    None => {
-                        verify_one(&*self.verifier, &verify, &self.answers);
-                        true
-                    }
-                };
-                if !is_taken {
-                    // No verifier is left; nothing counts as verified any more.
-                    self.endpoint.handle_verified(now, op, false);
-                }
+            Action::Verify(Verify { op, attempt, key, .. }) => {
+                // PD-V1
+                let ok = self.landed.take().is_some_and(|landed| landed == (attempt, key, true));
+                self.endpoint.handle_verified(now, op, ok);
             }
             Action::Cut { peer } => {
                 self.peers_changed = true;
@@ -561,6 +540,14 @@ impl Driver {
                 (self.upcalls)(upcall);
             }
         }
+    }
+
+    fn on_news(&mut self, (event, landed): News) {
+        self.landed = landed;
+        self.on_event(event);
+        self.act();
+        // The check of an attempt that has ended meanwhile is of no use.
+        self.landed = None;
     }
 
     fn on_event(&mut self, event: TransportEvent) {
@@ -670,15 +657,10 @@ impl Driver {
         // than the copy of one page.
         let cut_until = self.clock.now().after(25 * LINGER_US);
         self.linger(cut_until);
-        let Self { events, transport, verify_jobs, verify_threads, .. } = self;
+        let Self { events, transport, .. } = self;
         // In this order: a transport thread that waits in the sink is let go, then joined.
         drop(events);
         drop(transport);
-        drop(verify_jobs);
-        for thread in verify_threads {
-            // Panics of the verifier are caught; there is nothing to add.
-            let _ = thread.join();
-        }
     }
 
     fn linger(&mut self, until: Time) {
@@ -689,37 +671,42 @@ impl Driver {
     }
 }
 
-/// Answers once, with "no" if the verifier panics. The thread lives on: a check that waits in its
-/// queue would never be answered otherwise, and its targets never be quiet.
-fn verify_one(verifier: &dyn Verifier, verify: &Verify, answers: &Sender<(OpId, bool)>) {
-    // PD-V6
-    let ok = panic::catch_unwind(AssertUnwindSafe(|| verifier.verify(verify))).unwrap_or(false);
-    // Without a driver nobody waits for the answer.
-    let _ = answers.send((verify.op, ok));
+/// An event, and for a page that landed whose it is and what the check said.
+type News = (TransportEvent, Option<(AttemptId, Key, bool)>);
+
+/// The checks of the gets that are under way; at most as many as the receiver allows at once.
+struct Checks {
+    verifier: Arc<dyn Verifier>,
+    open: Mutex<BTreeMap<OpId, Verify>>,
 }
 
-type Verifiers = (Option<Sender<Verify>>, Vec<JoinHandle<()>>);
-
-/// Both queues are unbounded, but hold at most the gets that the receiver allows at once.
-fn spawn_verifiers(
-    count: usize,
-    verifier: &Arc<dyn Verifier>,
-    answers: &Sender<(OpId, bool)>,
-) -> Result<Verifiers, DriverError> {
-    let (jobs, queue) = unbounded::<Verify>();
-    let mut threads = Vec::new();
-    for _ in 0..count {
-        let (queue, answers) = (queue.clone(), answers.clone());
-        let verifier = Arc::clone(verifier);
-        let work = move || {
-            for verify in queue {
-                verify_one(&*verifier, &verify, &answers);
-            }
-        };
-        let name = String::from("pd-verify");
-        threads.push(thread::Builder::new().name(name).spawn(work).map_err(DriverError::Thread)?);
+impl Checks {
+    fn expect(&self, check: Verify) {
+        lock(&self.open).insert(check.op, check);
     }
-    Ok(((count > 0).then_some(jobs), threads))
+
+    fn forget(&self, op: OpId) -> Option<Verify> {
+        lock(&self.open).remove(&op)
+    }
+
+    /// Checks the page of a get that ended well, on the thread that reports it.
+    fn after(&self, event: &TransportEvent) -> Option<(AttemptId, Key, bool)> {
+        let check = match event {
+            TransportEvent::GetDone { op, .. } => self.forget(*op)?,
+            TransportEvent::GetStale { op, .. }
+            | TransportEvent::GetLost { op, .. }
+            | TransportEvent::GetFailed { op, .. } => {
+                self.forget(*op);
+                return None;
+            }
+            TransportEvent::PeerUp { .. }
+            | TransportEvent::Message { .. }
+            | TransportEvent::PeerLost { .. } => return None,
+        };
+        // PD-V6
+        let ok = panic::catch_unwind(AssertUnwindSafe(|| self.verifier.verify(&check)));
+        Some((check.attempt, check.key, ok.unwrap_or(false)))
+    }
 }
 
 fn endpoint_config(config: &DriverConfig, transport: &str) -> EndpointConfig {

@@ -531,12 +531,12 @@ impl World {
             let epoch = self.nodes[node].epoch;
             match action {
                 Action::Transmit { peer, bytes } => self.transmit(peer, &bytes),
-                Action::Get { peer, get }
+                Action::Get { peer, get, .. }
                     if self.links[(peer.0 / 2) as usize].is_told[(peer.0 % 2) as usize] =>
                 {
                     self.nodes[node].endpoint.handle_got(self.now, get.op, GetOutcome::Lost);
                 }
-                Action::Get { peer, get } => {
+                Action::Get { peer, get, .. } => {
                     let page = get.target[0].offset as usize / PAGE;
                     let memory = &self.nodes[node].memory;
                     let flight = Flight {

@@ -7,8 +7,8 @@
 use super::pools::{POOLS, PoolError, Pools};
 use dsa_kernels::Mem;
 use kv_pool::{
-    ChainHash, Fingerprint, Namespace, PageRef, PageTable, PageTag, PlanEntry, PoolKind, TagInput,
-    digest_parts, tag,
+    ChainHash, DigestStream, Fingerprint, Namespace, PageRef, PageTable, PageTag, PlanEntry,
+    PoolKind, TagInput, tag,
 };
 use pd_transfer::driver::Verifier;
 use pd_transfer::receiver::{Target, Verify};
@@ -108,14 +108,12 @@ pub fn offer(
     context: &TagBinding,
     entries: &[PlanEntry],
 ) -> Result<Vec<Item>, HandoffError> {
-    let mut scratch = Vec::new();
     let mut items = Vec::with_capacity(entries.len());
     for entry in entries {
         let page = page_of(table, entry).ok_or_else(|| missing(entry))?;
         let extents = extents_of(pools, entry, page).ok_or_else(|| missing(entry))?;
         let input = context.input(entry).ok_or_else(|| missing(entry))?;
-        let found = tag_of(pools.mem(entry.pool), &extents, &input, &mut scratch)
-            .map_err(PoolError::from)?;
+        let found = tag_of(pools.mem(entry.pool), &extents, &input).map_err(PoolError::from)?;
         let region = region_of(entry.pool);
         let offset = pools.word_offset(page);
         items.push(Item {
@@ -145,21 +143,28 @@ pub fn targets(
     entries.iter().map(target).collect()
 }
 
+/// Bytes that are digested at a time: a few chunks of the digest, and little enough to stay in the
+/// first-level cache beside the tables.
+const PIECE: usize = 4096;
+
 fn tag_of(
     mem: &Mem,
     extents: &[Extent],
     input: &TagInput,
-    scratch: &mut Vec<u8>,
 ) -> Result<PageTag, dsa_kernels::DeviceError> {
-    let total: usize = extents.iter().map(|e| e.len as usize).sum();
-    scratch.resize(total, 0);
-    let mut rest = scratch.as_mut_slice();
+    let mut stream = DigestStream::new();
+    let mut piece = [0; PIECE];
     for extent in extents {
-        let (part, after) = rest.split_at_mut(extent.len as usize);
-        mem.read(extent.offset, part)?;
-        rest = after;
+        let end = extent.offset + u64::from(extent.len);
+        let mut at = extent.offset;
+        while at < end {
+            let bytes = &mut piece[..(end - at).min(PIECE as u64) as usize];
+            mem.read(at, bytes)?;
+            stream.update(bytes);
+            at += bytes.len() as u64;
+        }
     }
-    Ok(tag(&digest_parts(&[scratch]), input))
+    Ok(tag(&stream.finish(), input))
 }
 
 /// Checks landed pages against the tags that the prompt's tokens and the layout demand.
@@ -203,7 +208,6 @@ impl Verifier for PageVerifier {
         if page.region != region_of(entry.pool) {
             return false;
         }
-        let mut scratch = Vec::new();
-        tag_of(mem, &page.extents, &input, &mut scratch).is_ok_and(|found| found.0 == page.tag.0)
+        tag_of(mem, &page.extents, &input).is_ok_and(|found| found.0 == page.tag.0)
     }
 }

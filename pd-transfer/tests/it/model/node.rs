@@ -361,7 +361,7 @@ impl Node {
         while let Some(action) = self.endpoint.poll_action() {
             match action {
                 Action::Transmit { peer, bytes } => effects.sent.push((peer, bytes)),
-                Action::Get { peer, get } => self.fly(peer, &get, effects),
+                Action::Get { peer, get, .. } => self.fly(peer, &get, effects),
                 Action::Verify(verify) => {
                     self.verifying.insert(verify.op.0, verify);
                 }
