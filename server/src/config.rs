@@ -69,7 +69,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "DIR")]
     pub model_path: Option<PathBuf>,
     /// Model id in the API [default: the name of the model folder].
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub served_model_name: Option<String>,
     /// Address to listen on.
     #[arg(long, default_value = "127.0.0.1")]
@@ -250,7 +250,8 @@ impl ServeArgs {
         }
         for address in &self.disaggregation_bootstrap {
             let port = address.rsplit_once(':').filter(|(host, _)| !host.is_empty());
-            if port.and_then(|(_, port)| port.parse::<u16>().ok()).is_none() {
+            // Nobody can be reached at port 0.
+            if port.and_then(|(_, port)| port.parse::<u16>().ok()).is_none_or(|port| port == 0) {
                 return Err(ConfigError::BadAddress(address.clone()));
             }
             if self.disaggregation_transfer_backend == Backend::Shm && !is_local(address) {
@@ -290,6 +291,11 @@ mod tests {
                 &["--disaggregation-mode", "decode", "--disaggregation-bootstrap", "nowhere"],
                 "HOST:PORT expected",
             ),
+            (
+                &["--disaggregation-mode", "decode", "--disaggregation-bootstrap", "127.0.0.1:0"],
+                "HOST:PORT expected",
+            ),
+            (&["--served-model-name", ""], "--served-model-name"),
             (&["--index-k-dtype", "fp5"], "fp5"),
             (&["--numerics", "exact"], "exact"),
             (&["--chunked-prefill-size", "0"], "0"),
