@@ -576,7 +576,7 @@ impl Driver {
             TransportEvent::PeerLost { peer, why } => {
                 self.peers_changed = true;
                 let was_up = self.open.remove(&peer).is_some();
-                if let LostReason::Incompatible { .. } = &why
+                if let LostReason::Incompatible { .. } | LostReason::Malformed(_) = &why
                     && !was_up
                 {
                     // Nobody else hears of a link that never came up, and this one never will.

@@ -133,7 +133,7 @@ pub struct ServeArgs {
 /// Flags of the router.
 #[derive(Clone, Debug, Args)]
 pub struct RouterArgs {
-    /// Base address of a decode or unified worker, like http://127.0.0.1:30001; several times.
+    /// Base address of a decode or unified worker, like http://127.0.0.1:30002; several times.
     #[arg(long = "worker", value_name = "URL", required = true)]
     pub workers: Vec<String>,
     /// Address to listen on.

@@ -46,7 +46,13 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
             ("draining", pool.draining),
             ("total", pool.total),
         ] {
-            let m = of(worker, "dsv4:pages", Gauge, value, "Pages by pool and state");
+            let m = of(
+                worker,
+                "dsv4:pages",
+                Gauge,
+                value,
+                "Pages by pool and state; cached pages are used ones too",
+            );
             all.push(labelled(labelled(m, "pool", &pool_name(kind)), "state", state));
         }
     }
@@ -124,7 +130,7 @@ fn prefixes(n: &Snapshot) -> [Plain; 8] {
         counter(
             "dsv4:prefix_boundaries_evicted_total",
             p.boundaries_evicted,
-            "Kept places to go on from that were given up",
+            "Kept places to go on from that were given up, for room or for a later one",
         ),
         counter(
             "dsv4:prefix_inserts_refused_total",
