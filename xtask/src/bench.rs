@@ -17,13 +17,16 @@ const NOT_EVERYWHERE: [&str; 2] = ["cuda", "ucx"];
 /// Which benches to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Suite {
-    /// The whole server: requests, hand-off, scheduling.
+    /// Speed, memory and start of the engine.
     Engine,
     /// Operations of dsa-kernels.
     Kernels,
     /// Pool, digests, plans.
     KvPool,
-    /// Hand-off over each transport.
+    /// Hand-off between two processes over each transport, from request to verified page, and
+    /// what the transports do alone.
+    Transfer,
+    /// The transports alone.
     PdTransfer,
     /// Forward pass.
     Model,
@@ -43,7 +46,16 @@ impl Suite {
             Self::PdTransfer => Some("pd-transfer"),
             Self::Model => Some("dsv4-model"),
             Self::Hicache => Some("hicache"),
-            Self::All => None,
+            Self::Transfer | Self::All => None,
+        }
+    }
+
+    /// Whether a bench target of its crates belongs to it.
+    fn has(self, target: &str) -> bool {
+        match self {
+            Self::Engine => target == "engine",
+            Self::Transfer => target == "transfer",
+            _ => target != "load", // that run belongs to the tests
         }
     }
 }
@@ -88,12 +100,12 @@ pub(crate) fn run(suite: Suite) -> Result<()> {
     Ok(())
 }
 
-/// Bench targets of a suite; the load run belongs to the tests.
+/// Bench targets of a suite.
 fn benches(packages: &[Package], suite: Suite) -> Vec<(&Package, &Target)> {
     let wanted = |package: &&Package| suite.package().is_none_or(|name| package.name == name);
     let mut benches = Vec::new();
     for package in packages.iter().filter(wanted) {
-        let targets = package.targets_of("bench").filter(|target| target.name != "load");
+        let targets = package.targets_of("bench").filter(|target| suite.has(&target.name));
         benches.extend(targets.map(|target| (package, target)));
     }
     benches
@@ -124,6 +136,20 @@ mod tests {
                 assert!(packages.iter().any(|package| package.name == name), "{name}");
             }
         }
+    }
+
+    #[test]
+    fn suites_of_one_crate_are_kept_apart() {
+        let packages = metadata::packages().unwrap();
+        let of = |suite| -> Vec<(String, String)> {
+            let found = benches(&packages, suite);
+            found.iter().map(|(p, t)| (p.name.clone(), t.name.clone())).collect()
+        };
+        let pair = |package: &str, target: &str| (package.to_owned(), target.to_owned());
+        assert_eq!(of(Suite::Engine), [pair("server", "engine")]);
+        let mut transfer = of(Suite::Transfer);
+        transfer.sort();
+        assert_eq!(transfer, [pair("pd-transfer", "transfer"), pair("server", "transfer")]);
     }
 
     #[test]
