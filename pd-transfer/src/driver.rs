@@ -576,12 +576,17 @@ impl Driver {
             TransportEvent::PeerLost { peer, why } => {
                 self.peers_changed = true;
                 let was_up = self.open.remove(&peer).is_some();
-                if let LostReason::Incompatible { .. } | LostReason::Malformed(_) = &why
-                    && !was_up
-                {
-                    // Nobody else hears of a link that never came up, and this one never will.
-                    let route = self.routes.iter().find(|(_, route)| route.peer == Some(peer));
-                    let address = route.map_or_else(String::new, |(address, _)| address.clone());
+                let route = self.routes.iter().find(|(_, route)| route.peer == Some(peer));
+                let address = route.map(|(address, _)| address.clone());
+                // Nobody else hears of a link that never came up, and this one never will. A
+                // stranger at our own door is no news.
+                let is_hopeless = match &why {
+                    LostReason::Incompatible { .. } => true,
+                    LostReason::Malformed(_) => address.is_some(),
+                    _ => false,
+                };
+                if is_hopeless && !was_up {
+                    let address = address.unwrap_or_default();
                     let (reason, text) = (RefuseReason::Protocol, why.to_string());
                     (self.upcalls)(Upcall::Refused { address, reason, text });
                 }

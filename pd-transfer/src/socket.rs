@@ -257,6 +257,21 @@ pub(crate) type Greet = dyn Fn(&Arc<Conn>, &Stream, &Regions) -> Result<Vec<Arc<
 /// What a link does at its end, beside its socket, to stop what it still does with memory.
 pub(crate) type Fence = dyn Fn(&Conn) + Send + Sync;
 
+/// The greetings of the transports over sockets: their first bytes, and their names.
+const GREETINGS: [(&[u8; 5], &str); 3] = [(b"PDTCP", "tcp"), (b"PDUCX", "ucx"), (b"PDSHM", "shm")];
+
+/// A greeting that is not that of `ours`: it names the other transport where it is one of ours, since
+/// that is a flag that differs.
+pub(crate) fn other_greeting(ours: &str, found: &[u8]) -> LostReason {
+    let theirs = GREETINGS.iter().find(|(greeting, _)| found.starts_with(*greeting));
+    LostReason::Malformed(match theirs {
+        Some((_, theirs)) => {
+            format!("the peer hands over by {theirs}, this side by {ours}; both need the same")
+        }
+        None => String::from("the peer does not speak this protocol"),
+    })
+}
+
 /// All links of one transport.
 pub(crate) struct Links {
     pub(crate) sink: EventSink,

@@ -6,7 +6,7 @@
 use crate::get::Get;
 use crate::id::PeerId;
 use crate::link::Side;
-use crate::socket::{Conn, GET_BYTES_MAX, Links, Stream};
+use crate::socket::{Conn, GET_BYTES_MAX, Links, Stream, other_greeting};
 use crate::transport::{
     EventSink, LostReason, RegionOwner, Regions, Transport, TransportError, TransportFactory,
 };
@@ -63,7 +63,7 @@ fn greet(
     let mut preamble = [0; PREAMBLE.len()];
     socket.read_exact(&mut preamble).map_err(|error| io(&error))?;
     if preamble[..7] != PREAMBLE[..7] {
-        return Err(LostReason::Malformed(String::from("the peer does not speak this protocol")));
+        return Err(other_greeting("tcp", &preamble));
     }
     if preamble != *PREAMBLE {
         let text = format!("framing version {} at the peer, {} here", preamble[7], PREAMBLE[7]);

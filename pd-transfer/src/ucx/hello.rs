@@ -9,6 +9,7 @@ use super::raw::RemoteRegion;
 use super::sys::Version;
 use crate::hash::hash128;
 use crate::link::Side;
+use crate::socket::other_greeting;
 use crate::transport::LostReason;
 use crate::wire::MAX_REGIONS;
 use std::io::{Read, Write};
@@ -139,12 +140,15 @@ pub(super) fn exchange(
 ) -> Result<Card, LostReason> {
     let ours = ours.encode();
     stream.write_all(&header(version, ours.len())).map_err(|error| io(&error))?;
-    let mut head = [0; HEADER_BYTES];
+    // Alone, since a peer of another transport may have said no more before it hung up.
+    let mut magic = [0; MAGIC.len()];
+    stream.read_exact(&mut magic).map_err(|error| io(&error))?;
+    if magic != *MAGIC {
+        return Err(other_greeting("ucx", &magic));
+    }
+    let mut head = [0; HEADER_BYTES - MAGIC.len()];
     stream.read_exact(&mut head).map_err(|error| io(&error))?;
     let mut cursor = Cursor(&head);
-    if cursor.take(MAGIC.len())? != MAGIC {
-        return Err(malformed("the peer does not speak this protocol"));
-    }
     let theirs = Version {
         major: cursor.number32()?,
         minor: cursor.number32()?,
@@ -231,6 +235,19 @@ mod tests {
         assert!(why.contains("UCX 1.13.1") && why.contains("UCX 1.22.0"), "{why}");
         let release = Version { release: 5, ..VERSION };
         assert!(hear(said(release, &card())).is_ok(), "releases understand each other");
+    }
+
+    #[test]
+    fn a_peer_of_another_transport_is_named_however_little_it_said() {
+        for (greeting, says) in [
+            (&b"PDTCP\0\0\x01"[..], "by tcp, this side by ucx"),
+            (b"PDSHM\0\0\x01", "by shm, this side by ucx"),
+            (b"GET / HT", "does not speak this protocol"),
+        ] {
+            let why = hear(greeting.to_vec()).unwrap_err();
+            assert!(matches!(why, LostReason::Malformed(_)), "{why:?}");
+            assert!(why.to_string().contains(says), "{why}");
+        }
     }
 
     #[test]

@@ -125,3 +125,16 @@ fn versions_of_ucx_that_do_not_understand_each_other_say_so() {
         }
     }
 }
+
+/// Flags that differ must not look like a peer that is not there yet.
+#[test]
+fn two_transports_refuse_each_other_and_both_are_named() {
+    let Some(library) = libraries().into_iter().next() else { return };
+    for (ours, theirs) in [("tcp", "ucx"), ("ucx", "tcp")] {
+        let mut listener = Peer::new(library.peer("tcp", &[theirs, "127.0.0.1:0"]));
+        let address = listener.line("listening");
+        let mut connector = Peer::new(library.peer("tcp", &["pull", ours, &address]));
+        let text = connector.line("refused:");
+        assert!(text.contains(&format!("by {theirs}, this side by {ours}")), "{text}");
+    }
+}
