@@ -73,8 +73,14 @@ fn greet(
     Ok(Vec::new())
 }
 
+/// Begins a link to HOST:PORT.
+pub(crate) fn connect_to(links: &Arc<Links>, address: &str) -> Result<PeerId, TransportError> {
+    let target = String::from(address);
+    links.begin(address.into(), Side::Connector, move || resolve(&target).map(Stream::Tcp))
+}
+
 /// Connects; may take a few seconds.
-pub(crate) fn resolve(address: &str) -> Result<TcpStream, LostReason> {
+fn resolve(address: &str) -> Result<TcpStream, LostReason> {
     let connect = |text: String| LostReason::Connect(text);
     let mut last = String::from("no address");
     for socket in address.to_socket_addrs().map_err(|error| connect(error.to_string()))? {
@@ -94,7 +100,20 @@ pub(crate) struct Acceptor {
 }
 
 impl Acceptor {
-    pub(crate) fn start(links: &Arc<Links>, address: &str) -> Result<Self, TransportError> {
+    /// Starts the one listener that a transport may have; the address that peers connect to.
+    pub(crate) fn fill(
+        slot: &mut Option<Self>,
+        links: &Arc<Links>,
+        address: &str,
+    ) -> Result<String, TransportError> {
+        if slot.is_some() {
+            return Err(TransportError::Full { what: "listeners", limit: 1 });
+        }
+        let acceptor = slot.insert(Self::start(links, address)?);
+        Ok(acceptor.local.to_string())
+    }
+
+    fn start(links: &Arc<Links>, address: &str) -> Result<Self, TransportError> {
         let io = |during| move |source| TransportError::Io { during, source };
         let listener = TcpListener::bind(address).map_err(io("bind"))?;
         let local = listener.local_addr().map_err(io("bind"))?;
@@ -104,11 +123,6 @@ impl Acceptor {
             .spawn(move || accept(&links, &listener))
             .map_err(io("start thread"))?;
         Ok(Self { local, thread })
-    }
-
-    /// Where peers connect to.
-    pub(crate) fn address(&self) -> String {
-        self.local.to_string()
     }
 
     /// Ends the thread.
@@ -153,18 +167,11 @@ impl Transport for Tcp {
     }
 
     fn listen(&mut self, address: &str) -> Result<String, TransportError> {
-        if self.acceptor.is_some() {
-            return Err(TransportError::Full { what: "listeners", limit: 1 });
-        }
-        let acceptor = Acceptor::start(&self.links, address)?;
-        let local = acceptor.address();
-        self.acceptor = Some(acceptor);
-        Ok(local)
+        Acceptor::fill(&mut self.acceptor, &self.links, address)
     }
 
     fn connect(&mut self, address: &str) -> Result<PeerId, TransportError> {
-        let target = String::from(address);
-        self.links.begin(address.into(), Side::Connector, move || resolve(&target).map(Stream::Tcp))
+        connect_to(&self.links, address)
     }
 
     fn send(&mut self, to: PeerId, message: Vec<u8>) -> Result<(), TransportError> {

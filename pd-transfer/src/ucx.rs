@@ -29,9 +29,8 @@ mod totals;
 
 use crate::get::Get;
 use crate::id::PeerId;
-use crate::link::Side;
 use crate::socket::{Conn, GET_BYTES_MAX, Links, Stream};
-use crate::tcp::{Acceptor, resolve};
+use crate::tcp::{Acceptor, connect_to};
 use crate::transport::{
     EventSink, LostReason, RegionOwner, Transport, TransportError, TransportFactory,
 };
@@ -149,18 +148,11 @@ impl Transport for Ucx {
     }
 
     fn listen(&mut self, address: &str) -> Result<String, TransportError> {
-        if self.acceptor.is_some() {
-            return Err(TransportError::Full { what: "listeners", limit: 1 });
-        }
-        let acceptor = Acceptor::start(&self.links, address)?;
-        let local = acceptor.address();
-        self.acceptor = Some(acceptor);
-        Ok(local)
+        Acceptor::fill(&mut self.acceptor, &self.links, address)
     }
 
     fn connect(&mut self, address: &str) -> Result<PeerId, TransportError> {
-        let target = String::from(address);
-        self.links.begin(address.into(), Side::Connector, move || resolve(&target).map(Stream::Tcp))
+        connect_to(&self.links, address)
     }
 
     fn send(&mut self, to: PeerId, message: Vec<u8>) -> Result<(), TransportError> {

@@ -6,8 +6,8 @@
 #![expect(clippy::print_stdout, reason = "figures are the output of a bench")]
 
 use dsa_kernels::{CpuDevice, Device as _, Mem, Place};
+use dsv4_server::glue::handoff::digest_of;
 use dsv4_server::glue::regions::PoolRegion;
-use kv_pool::DigestStream;
 use pd_transfer::driver::{Driver, DriverConfig, DriverHandle, UpcallSink, Verifier};
 use pd_transfer::endpoint::Upcall;
 use pd_transfer::id::PeerId;
@@ -132,20 +132,6 @@ fn place(n: u32, page: u32) -> Extent {
     Extent { offset: FIRST + slot * u64::from(page), len: page }
 }
 
-fn digest(memory: &Mem, extent: &Extent) -> Option<[u8; 16]> {
-    let mut stream = DigestStream::new();
-    let mut piece = [0; 4096];
-    let end = extent.offset + u64::from(extent.len);
-    let mut at = extent.offset;
-    while at < end {
-        let bytes = &mut piece[..(end - at).min(4096) as usize];
-        memory.read(at, bytes).ok()?;
-        stream.update(bytes);
-        at += bytes.len() as u64;
-    }
-    Some(stream.finish().0)
-}
-
 fn key(n: u32) -> Key {
     let mut key = [0; 16];
     key[..4].copy_from_slice(&n.to_be_bytes());
@@ -228,7 +214,7 @@ fn items(memory: &Mem, page: u32, pages: u32) -> Vec<Item> {
         Item {
             key: key(n),
             identity: Identity(key(n).0),
-            tag: Tag(digest(memory, &extent).expect("inside the memory")),
+            tag: Tag(digest_of(memory, &[extent]).expect("inside the memory").0),
             region: RegionId(0),
             extents: vec![extent],
             guard: Guard { region: RegionId(0), offset: 0, expect: 1 },
@@ -254,7 +240,7 @@ struct Check {
 impl Verifier for Check {
     fn verify(&self, page: &Verify) -> bool {
         !self.is_on.load(Ordering::Relaxed)
-            || page.extents.iter().all(|one| digest(&self.memory, one) == Some(page.tag.0))
+            || digest_of(&self.memory, &page.extents).is_ok_and(|found| found.0 == page.tag.0)
     }
 }
 

@@ -20,6 +20,7 @@ use pd_transfer::driver::{DriverGone, DriverHandle};
 use pd_transfer::endpoint::Upcall;
 use pd_transfer::id::PeerId;
 use pd_transfer::wire::AttemptId;
+pub use prefix::BOUNDARY_WINDOWS;
 use prefix::Prefixes;
 use sequence::{Origin, Sequence, State};
 use std::collections::BTreeMap;

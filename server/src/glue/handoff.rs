@@ -5,10 +5,10 @@
 //! before it and to the layout.
 
 use super::pools::{POOLS, PoolError, Pools};
-use dsa_kernels::Mem;
+use dsa_kernels::{DeviceError, Mem};
 use kv_pool::{
-    ChainHash, DigestStream, Fingerprint, Namespace, PageRef, PageTable, PageTag, PlanEntry,
-    PoolKind, TagInput, tag,
+    ChainHash, DigestStream, Fingerprint, Namespace, PageDigest, PageRef, PageTable, PageTag,
+    PlanEntry, PoolKind, TagInput, tag,
 };
 use pd_transfer::driver::Verifier;
 use pd_transfer::receiver::{Target, Verify};
@@ -147,11 +147,12 @@ pub fn targets(
 /// first-level cache beside the tables.
 const PIECE: usize = 4096;
 
-fn tag_of(
-    mem: &Mem,
-    extents: &[Extent],
-    input: &TagInput,
-) -> Result<PageTag, dsa_kernels::DeviceError> {
+fn tag_of(mem: &Mem, extents: &[Extent], input: &TagInput) -> Result<PageTag, DeviceError> {
+    Ok(tag(&digest_of(mem, extents)?, input))
+}
+
+/// Digest of the bytes of all extents, one after the other.
+pub fn digest_of(mem: &Mem, extents: &[Extent]) -> Result<PageDigest, DeviceError> {
     let mut stream = DigestStream::new();
     let mut piece = [0; PIECE];
     for extent in extents {
@@ -164,7 +165,7 @@ fn tag_of(
             at += bytes.len() as u64;
         }
     }
-    Ok(tag(&stream.finish(), input))
+    Ok(stream.finish())
 }
 
 /// Checks landed pages against the tags that the prompt's tokens and the layout demand.

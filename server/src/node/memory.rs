@@ -2,7 +2,7 @@
 
 use crate::config::{ConfigError, ServeArgs};
 use crate::glue::pools::PageCounts;
-use crate::worker::SPARE_PAGES as SPARE;
+use crate::worker::{BOUNDARY_WINDOWS, SPARE_PAGES as SPARE};
 use dsv4_model::config::ModelConfig;
 use kv_pool::{BLOCK_TOKENS, Geometry, PoolKind, WINDOW_PAGE_ROWS, WINDOW_TOKENS};
 
@@ -64,9 +64,6 @@ struct Shape {
     keeps_prefixes: bool,
 }
 
-/// Pages that one place needs at which a later prompt can go on: window pages, carry pages.
-const BOUNDARY_PAGES: (u32, u32) = (WINDOW_TOKENS.div_ceil(WINDOW_PAGE_ROWS), 1);
-
 /// Divides `bytes`: window and carry pages for every running sequence (windows at most half of
 /// the memory), the same for the ends of kept prefixes (at most an eighth, and half of what could
 /// be spared), blocks with the rest. There is room for one sequence of full length at least.
@@ -93,8 +90,7 @@ fn divide(geometry: &Geometry, bytes: u64, shape: Shape) -> Result<PageCounts, C
             needed: needed.div_ceil(MIB),
         });
     }
-    let boundary = u64::from(BOUNDARY_PAGES.0) * per(PoolKind::Window)
-        + u64::from(BOUNDARY_PAGES.1) * per(PoolKind::Carry);
+    let boundary = u64::from(BOUNDARY_WINDOWS) * per(PoolKind::Window) + per(PoolKind::Carry);
     let spared = bytes.saturating_sub(needed) / 2;
     let boundaries = if shape.keeps_prefixes { (bytes / 8).min(spared) / boundary } else { 0 };
     let boundaries = u32::try_from(boundaries).unwrap_or(u32::MAX).min(1 << 20);
@@ -103,7 +99,7 @@ fn divide(geometry: &Geometry, bytes: u64, shape: Shape) -> Result<PageCounts, C
         block: u32::try_from(blocks).unwrap_or(u32::MAX).min(1 << 24),
         window: u32::try_from(window)
             .unwrap_or(u32::MAX)
-            .saturating_add(BOUNDARY_PAGES.0 * boundaries),
-        carry: carry + BOUNDARY_PAGES.1 * boundaries,
+            .saturating_add(BOUNDARY_WINDOWS * boundaries),
+        carry: carry + boundaries,
     })
 }

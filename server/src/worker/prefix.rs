@@ -10,15 +10,14 @@ use crate::glue::pools::{PoolError, Pools};
 use crate::scheduler::SeqId;
 use hicache::{Action, Boundary, Config, Hit, PrefixTree};
 use kv_pool::{
-    BLOCK_TOKENS, ChainHash, Fingerprint, Namespace, Owner, PageRef, PoolKind, WINDOW_PAGE_ROWS,
-    WINDOW_TOKENS,
+    BLOCK_TOKENS, Fingerprint, Namespace, Owner, PageRef, PoolKind, WINDOW_PAGE_ROWS, WINDOW_TOKENS,
 };
 
 /// Prompts stop at least this often, in tokens, at a place where another one can go on.
 const BOUNDARY_EVERY: u32 = 2048;
 
-/// Window pages without which nothing can go on from a 256-token boundary.
-const BOUNDARY_WINDOWS: u32 = WINDOW_TOKENS.div_ceil(WINDOW_PAGE_ROWS);
+/// Window pages without which nothing can go on from a 256-token boundary; a carry page is the rest.
+pub const BOUNDARY_WINDOWS: u32 = WINDOW_TOKENS.div_ceil(WINDOW_PAGE_ROWS);
 
 /// The prefix tree of a worker and what binds it to the worker's pools.
 #[derive(Debug)]
@@ -99,8 +98,8 @@ impl Prefixes {
         Ok(())
     }
 
-    /// Extends `chain` to all full blocks of `tokens`.
-    fn hash(&self, chain: &mut Vec<ChainHash>, tokens: &[u32]) {
+    /// Extends a sequence's hashes to all its full blocks.
+    fn hash(&self, Sequence { chain, tokens, .. }: &mut Sequence) {
         let mut parent = chain.last().copied().unwrap_or_else(|| self.namespace.root());
         let (full, _) = tokens.as_chunks::<{ BLOCK_TOKENS as usize }>();
         for block in full.iter().skip(chain.len()) {
@@ -112,12 +111,9 @@ impl Prefixes {
     /// What of a prompt need not be computed; its last token always is, for its logits.
     fn find(&mut self, seq: &mut Sequence) -> Option<Hit> {
         self.tree.as_ref()?;
-        let mut chain = std::mem::take(&mut seq.chain);
-        self.hash(&mut chain, &seq.tokens);
+        self.hash(seq);
         let most = (seq.tokens.len() - 1) / BLOCK_TOKENS as usize;
-        let hit = self.tree.as_mut()?.lookup(&chain, most);
-        seq.chain = chain;
-        hit
+        self.tree.as_mut()?.lookup(&seq.chain, most)
     }
 
     /// Keeps the blocks that a sequence has computed, and with `snapshot` what is needed to go on
@@ -131,9 +127,7 @@ impl Prefixes {
         if self.tree.is_none() {
             return Ok(false);
         }
-        let mut chain = std::mem::take(&mut seq.chain);
-        self.hash(&mut chain, &seq.tokens);
-        seq.chain = chain;
+        self.hash(seq);
         let count = (seq.computed / BLOCK_TOKENS) as usize;
         let Some(end) = count.checked_sub(1).and_then(|last| seq.chain.get(last)).copied() else {
             return Ok(false);
@@ -220,11 +214,9 @@ impl Worker {
     /// Blocks of a prompt that need not be pulled, with the sequence as an owner.
     pub(super) fn reuse_blocks(&mut self, id: SeqId) -> Result<Vec<PageRef>, PoolError> {
         let Some(seq) = self.sequences.get_mut(&id) else { return Ok(Vec::new()) };
-        let mut chain = std::mem::take(&mut seq.chain);
-        self.prefixes.hash(&mut chain, &seq.tokens);
+        self.prefixes.hash(seq);
         let Some(tree) = &mut self.prefixes.tree else { return Ok(Vec::new()) };
-        let pages = tree.lookup_blocks(&chain, chain.len());
-        seq.chain = chain;
+        let pages = tree.lookup_blocks(&seq.chain, seq.chain.len());
         for &page in &pages {
             self.pools.add_owner(page, seq.owner)?;
         }
