@@ -11,8 +11,8 @@ use crate::get::{Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
 use crate::transport::{
-    Ended, EventSink, LostReason, REPORT_GETS, RegionOwner, Regions, TransportError, TransportEvent,
-    no_peer, sift,
+    Ended, EventSink, LostReason, REPORT_GETS, RegionOwner, Regions, TransportError,
+    TransportEvent, no_peer, sift,
 };
 use crate::wire::{
     Extent, MAX_EXTENTS, MAX_MESSAGE_BYTES, ReadRequest, decode_read, encode_read, extents_bytes,
@@ -152,11 +152,7 @@ impl Conn {
         }
     }
 
-    fn push(
-        &self,
-        frames: impl IntoIterator<Item = Frame>,
-        bytes: u64,
-    ) -> Result<(), LostReason> {
+    fn push(&self, frames: impl IntoIterator<Item = Frame>, bytes: u64) -> Result<(), LostReason> {
         let mut outbox = lock(&self.outbox);
         if outbox.is_closed {
             return Ok(());
@@ -599,8 +595,7 @@ struct Incoming<'a> {
 
 fn read_frames(links: &Links, conn: &Conn, stream: &Stream) -> Result<(), LostReason> {
     let reader = BufReader::with_capacity(CHUNK_BYTES, stream);
-    let mut incoming =
-        Incoming { links, conn, reader, hash: links.hash(), ended: Vec::new() };
+    let mut incoming = Incoming { links, conn, reader, hash: links.hash(), ended: Vec::new() };
     let why = loop {
         if let Err(why) = incoming.frame() {
             break why;
@@ -672,17 +667,16 @@ impl Incoming<'_> {
             let Some(get) = pending.gets.get(&op) else {
                 return Err(LostReason::Malformed(format!("data for {op}, which was not asked")));
             };
-            (get.target_region, get.target.clone())
+            (get.target_region, get.target)
         };
         let wanted = extents_bytes(&target);
-        let Some(memory) =
-            self.links.regions.find(target_region).filter(|_| wanted == len as u64)
+        let Some(memory) = self.links.regions.find(target_region).filter(|_| wanted == len as u64)
         else {
             let text = format!("{len} bytes for {op}, which wants {wanted}");
             return Err(LostReason::Malformed(text));
         };
         self.hash.clear();
-        for Extent { offset, len } in target {
+        for &Extent { offset, len } in &target {
             let mut written = 0;
             while written < len as usize {
                 // Straight from what the socket gave.

@@ -185,7 +185,7 @@ impl Transport for Tcp {
 
     fn get_many(&mut self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
         let read = |get: &Get| {
-            let (region, extents, guard) = (get.source_region, get.source.clone(), get.guard);
+            let (region, extents, guard) = (get.source_region, get.source.to_vec(), get.guard);
             (get.op, ReadRequest { region, extents, guard })
         };
         self.links.begin_gets(from, gets, GET_BYTES_MAX, read, |conn, reads| conn.request(&reads))
