@@ -44,7 +44,7 @@ const ROUNDS: usize = 5;
 /// Offered at a time.
 const CHUNK: usize = 1024;
 /// Gets under way at once.
-const IN_FLIGHT: usize = 256;
+const IN_FLIGHT: usize = 512;
 /// Longest wait for anything; reaching it is a failure, not a measurement.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Makes this program the source of pages: transport and address.
