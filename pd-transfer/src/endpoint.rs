@@ -9,8 +9,8 @@ use crate::get::{Get, GetOutcome};
 use crate::id::{OpId, PeerId, Time};
 use crate::link::{CloseReason, Link, LinkConfig, LinkOutput, Side};
 use crate::receiver::{
-    FailReason, Receiver, ReceiverConfig, ReceiverOutput, RetargetError, Start, StartError, Target,
-    Verify,
+    FailReason, PageFault, Receiver, ReceiverConfig, ReceiverOutput, RetargetError, Start,
+    StartError, Target, Verify,
 };
 use crate::sender::{OfferError, Proof, Sender, SenderConfig, SenderOutput};
 use crate::states::LinkState;
@@ -76,6 +76,17 @@ pub enum Upcall {
         attempt: AttemptId,
         /// Why.
         error: OfferError,
+    },
+    /// Decode side: a page is not what was offered; see [`ReceiverOutput::Wrong`].
+    Wrong {
+        /// The attempt.
+        attempt: AttemptId,
+        /// From whom it came.
+        peer: PeerId,
+        /// The page.
+        key: Key,
+        /// What is wrong.
+        fault: PageFault,
     },
     /// Decode side: quarantine these targets, give fresh ones; see [`ReceiverOutput::Fresh`].
     Fresh {
@@ -579,6 +590,9 @@ impl Endpoint {
                     self.actions.push_back(Action::Get { peer, get });
                 }
                 ReceiverOutput::Verify(verify) => self.actions.push_back(Action::Verify(verify)),
+                ReceiverOutput::Wrong { attempt, peer, key, fault } => {
+                    self.upcall(Upcall::Wrong { attempt, peer, key, fault });
+                }
                 ReceiverOutput::Fresh { attempt, groups } => {
                     self.upcall(Upcall::Fresh { attempt, groups });
                 }

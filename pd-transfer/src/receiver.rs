@@ -10,7 +10,8 @@ mod ops;
 mod types;
 
 pub use types::{
-    FailReason, ReceiverConfig, ReceiverOutput, RetargetError, Start, StartError, Target, Verify,
+    FailReason, PageFault, ReceiverConfig, ReceiverOutput, RetargetError, Start, StartError,
+    Target, Verify,
 };
 
 use crate::counters::Counters;
@@ -22,7 +23,6 @@ use crate::wire::{
     code,
 };
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
-use alloc::format;
 use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 use attempt::{Attempt, Offer};
@@ -284,7 +284,7 @@ impl Receiver {
             GetOutcome::Done => self.settle(attempt),
             GetOutcome::Stale => {
                 self.counters.stale_gets += 1;
-                self.page_failed(now, attempt, page, Offer::Stale);
+                self.page_failed(now, attempt, page, PageFault::Stale);
             }
             // Not pulled again: the loss of the link ends the attempt.
             GetOutcome::Lost => return self.settle(attempt),
@@ -319,7 +319,7 @@ impl Receiver {
         } else {
             // PD-V2
             self.counters.mismatches += 1;
-            self.page_failed(now, attempt, page, Offer::Mismatch);
+            self.page_failed(now, attempt, page, PageFault::Mismatch);
         }
         self.pump(peer);
     }
@@ -439,7 +439,7 @@ impl Receiver {
     }
 
     /// A page is wrong or stale: its group gets fresh pages once, then the attempt fails.
-    fn page_failed(&mut self, now: Time, attempt: AttemptId, page: u32, how: Offer) {
+    fn page_failed(&mut self, now: Time, attempt: AttemptId, page: u32, fault: PageFault) {
         let Some(open) = self.attempts.get_mut(&attempt) else { return };
         let peer = open.peer;
         if !open.is_live() {
@@ -447,15 +447,13 @@ impl Receiver {
             return self.settle(attempt);
         }
         let key = open.key(page);
-        let word = if how == Offer::Stale { "changed under the read" } else { "has a wrong tag" };
-        let text = format!("attempt {attempt}: page {key} from {peer} {word}");
-        self.outputs.push_back(ReceiverOutput::Event(text));
+        self.outputs.push_back(ReceiverOutput::Wrong { attempt, peer, key, fault });
         // PD-V3
         let second = open.page_failed(now, page);
         if second {
-            let reason = match how {
-                Offer::Stale => FailReason::Stale { key },
-                Offer::New(_) | Offer::Known | Offer::Mismatch => FailReason::Mismatch { key },
+            let reason = match fault {
+                PageFault::Stale => FailReason::Stale { key },
+                PageFault::Mismatch => FailReason::Mismatch { key },
             };
             self.fail(now, attempt, reason);
         }

@@ -550,6 +550,7 @@ impl Assembly<'_> {
         if !draft.drivers.is_empty() {
             draft.worker.attach(Link {
                 drivers: draft.drivers.iter().map(|(_, driver)| driver.clone()).collect(),
+                transports: draft.drivers.iter().map(|(name, _)| *name).collect(),
                 verifier: draft.verifier,
                 fingerprint: self.parts.fingerprint,
             });

@@ -1,6 +1,7 @@
 //! A worker: one thread that owns page pools, a scheduler and the sequences, and runs steps of the
 //! model. It hears from clients and from the hand-off through one channel.
 
+pub mod faults;
 mod pages;
 mod prefix;
 mod pull;
@@ -14,6 +15,7 @@ use crate::glue::pools::{POOLS, Pools};
 use crate::scheduler::{Limits, PageNeed, Scheduler, SeqId};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use dsv4_model::{Model, StepOutput, Workspace};
+use faults::{FaultEvent, Faults};
 use kv_pool::{Fingerprint, PoolKind};
 pub use pages::need;
 use pd_transfer::driver::{DriverGone, DriverHandle};
@@ -141,6 +143,8 @@ pub struct Snapshot {
     pub without_peer: u64,
     /// Page groups set aside after a failed check.
     pub quarantined_total: u64,
+    /// What went wrong in hand-offs, and what followed.
+    pub faults: Faults,
     /// Requests that ended by kind: finished, cancelled, failed.
     pub ended: [u64; 3],
     /// Peers that are connected: address and the driver's position.
@@ -204,6 +208,8 @@ struct Peer {
 pub struct Link {
     /// Drivers of the protocol; upcalls name them by position.
     pub drivers: Vec<DriverHandle>,
+    /// Names of their transports.
+    pub transports: Vec<&'static str>,
     /// Check of what arrives.
     pub verifier: Arc<PageVerifier>,
     /// Layout that tags are bound to.
@@ -453,7 +459,12 @@ impl Worker {
         tracing::warn!(sequence = id, ?kind, message, "request failed");
         if let Some(seq) = self.sequences.get(&id) {
             match &seq.origin {
-                Origin::Client { .. } => seq.fail(kind, message),
+                Origin::Client { .. } => {
+                    if let Some(peer) = &seq.asked {
+                        self.numbers.faults.count(FaultEvent::Error, peer, "request");
+                    }
+                    seq.fail(kind, message);
+                }
                 Origin::Peer { attempt, .. } => {
                     let attempt = *attempt;
                     self.command(attempt, |d| d.reject(attempt, push::code::FAILED, message));

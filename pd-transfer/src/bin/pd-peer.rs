@@ -130,6 +130,7 @@ fn pull(factory: TransportFactory, address: &str) -> Outcome {
             Upcall::Failed { why, .. } => say(&format!("failed: {why}"))?,
             Upcall::Quiet { .. } => is_running = false,
             Upcall::Refused { text, .. } => say(&format!("refused: {text}"))?,
+            Upcall::Wrong { key, fault, .. } => say(&format!("wrong: page {key} {fault}"))?,
             Upcall::Event(text) => say(&format!("event: {text}"))?,
             _ => {}
         }

@@ -13,14 +13,12 @@ use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 
-/// What became of an item or a page.
+/// What became of an item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Offer {
     /// The place of the page in the plan.
     New(u32),
     Known,
-    Stale,
-    Mismatch,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

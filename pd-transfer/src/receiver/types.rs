@@ -244,6 +244,17 @@ impl FailReason {
     }
 }
 
+/// What is wrong with a page that was read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+pub enum PageFault {
+    /// Its bytes do not have its tag.
+    #[error("has a wrong tag")]
+    Mismatch,
+    /// Its owner used it for something else meanwhile.
+    #[error("changed under the read")]
+    Stale,
+}
+
 /// One page to be checked: do the bytes in the target have the tag?
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Verify {
@@ -287,6 +298,18 @@ pub enum ReceiverOutput {
         attempt: AttemptId,
         /// Groups with all their keys.
         groups: Vec<(u32, Vec<Key>)>,
+    },
+    /// A page that was read is not the one that was offered. What follows is told apart: `Fresh`
+    /// for its group, or `Failed` the second time.
+    Wrong {
+        /// The attempt.
+        attempt: AttemptId,
+        /// From whom it came.
+        peer: PeerId,
+        /// The page.
+        key: Key,
+        /// What is wrong.
+        fault: PageFault,
     },
     /// Every page arrived and was verified. The targets are the caller's; no `Quiet` follows.
     Completed {

@@ -624,7 +624,7 @@ impl World {
             Upcall::NotRetargeted { error: RetargetError::Ended(_), .. } => {}
             Upcall::NotRetargeted { error, .. } => panic!("{error}"),
             Upcall::Refused { text, .. } => panic!("{text}"),
-            Upcall::Overdue { .. } | Upcall::Event(_) => {}
+            Upcall::Overdue { .. } | Upcall::Wrong { .. } | Upcall::Event(_) => {}
         }
     }
 

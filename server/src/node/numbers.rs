@@ -56,6 +56,19 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
             all.push(labelled(labelled(m, "pool", &pool_name(kind)), "state", state));
         }
     }
+    for (event, peer, kind, count) in n.faults.iter() {
+        let help = "What went wrong in hand-offs and what followed, by peer, transport and kind";
+        let mut m = of(worker, "dsv4:handoff_faults_total", Counter, count, help);
+        for (name, value) in [
+            ("event", event.name()),
+            ("peer", &peer.address),
+            ("transport", peer.transport),
+            ("kind", kind),
+        ] {
+            m = labelled(m, name, value);
+        }
+        all.push(m);
+    }
     for (how, value) in ["finished", "cancelled", "failed"].into_iter().zip(n.ended) {
         let help = "Requests that ended, by how";
         let m = of(worker, "dsv4:requests_ended_total", Counter, value, help);

@@ -1,6 +1,7 @@
 //! The decode side of a hand-off: asking for prompts, landing their pages, and what follows when
 //! that does not work.
 
+use super::faults::{FaultEvent, PeerName};
 use super::push::code;
 use super::sequence::State;
 use super::{Peer, Worker};
@@ -14,10 +15,13 @@ use kv_pool::{
     plan_hash, window_start,
 };
 use pd_transfer::endpoint::Upcall;
-use pd_transfer::receiver::{FailReason, Start, Target};
+use pd_transfer::receiver::{FailReason, PageFault, Start, Target};
 use pd_transfer::wire::{AttemptId, FinalRecord, Key, RefuseReason};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+
+/// Most prefill workers that are asked for one prompt.
+const ASKED_MAX: usize = 3;
 
 impl Worker {
     /// News from the hand-off's driver.
@@ -34,6 +38,7 @@ impl Worker {
             }
             // The end of an attempt that was refused, because its id was in use.
             Upcall::Cancelled { .. } | Upcall::Release { .. } => {}
+            Upcall::Wrong { attempt, key, fault, .. } => self.wrong_page(attempt, key, fault),
             Upcall::Fresh { attempt, groups } => self.retry(attempt, &groups),
             Upcall::Completed { attempt, record } => self.landed(attempt, &record),
             Upcall::Failed { attempt, why } => self.pull_failed(attempt, &why),
@@ -86,10 +91,18 @@ impl Worker {
         self.routes.get(&attempt) == Some(&driver)
     }
 
-    /// Asks the least busy prefill worker for a prompt; false if there is none to ask.
+    /// Asks the least busy prefill worker for a prompt, of those that were not asked for it yet;
+    /// false if there is none to ask.
     pub(super) fn start_pull(&mut self, id: SeqId) -> bool {
-        let chosen = self.peers.iter().min_by_key(|(key, peer)| (peer.pending, **key));
-        let Some((key, _)) = chosen else { return false };
+        let tried = self.sequences.get(&id).map_or(&[][..], |seq| &seq.tried);
+        if tried.len() >= ASKED_MAX {
+            return false;
+        }
+        let untried = self.peers.iter().filter(|(key, _)| !tried.contains(key));
+        let Some((key, chosen)) = untried.min_by_key(|(key, peer)| (peer.pending, **key)) else {
+            return false;
+        };
+        let address = chosen.address.clone();
         let key @ (driver, peer) = *key;
         let (table, have) = match self.reserve_targets(id) {
             Ok(Some(reserved)) => reserved,
@@ -133,6 +146,9 @@ impl Worker {
         seq.blocks_sealed = have;
         seq.context = Some(context);
         seq.peer = Some(key);
+        seq.tried.push(key);
+        let transport = link.transports.get(driver).copied().unwrap_or_default();
+        seq.asked = Some(PeerName { address, transport });
         seq.state = State::Pulling { attempt };
         self.attempts.insert(attempt, id);
         self.routes.insert(attempt, driver);
@@ -177,14 +193,58 @@ impl Worker {
         }
     }
 
+    /// Counts what happened to the hand-off of a sequence.
+    fn count_fault(&mut self, id: SeqId, event: FaultEvent, kind: &'static str) {
+        if let Some(peer) = self.sequences.get(&id).and_then(|seq| seq.asked.as_ref()) {
+            self.numbers.faults.count(event, peer, kind);
+        }
+    }
+
+    /// A page that was read is not the one that was offered.
+    fn wrong_page(&mut self, attempt: AttemptId, key: Key, fault: PageFault) {
+        let Some(id) = self.attempts.get(&attempt).copied() else { return };
+        let Ok(entry) = PlanEntry::from_key(key.0) else { return };
+        let PlanEntry { kind, layer, page_no, .. } = entry;
+        let (event, advice) = match fault {
+            PageFault::Mismatch => (
+                FaultEvent::Mismatch,
+                "bytes were lost or mixed on the way: if this peer shows more of them, take it out \
+                 of service and test its memory and the link",
+            ),
+            PageFault::Stale => (
+                FaultEvent::Stale,
+                "the peer gave the page away while it was read: it was restarted, or gave this \
+                 worker up",
+            ),
+        };
+        self.count_fault(id, event, kind.name());
+        let Some(seq) = self.sequences.get(&id) else { return };
+        let Some(PeerName { address, transport }) = &seq.asked else { return };
+        tracing::warn!(
+            request = seq.name,
+            peer = address,
+            transport,
+            kind = kind.name(),
+            layer,
+            page = page_no,
+            "a page {fault}; it is set aside and read again; {advice}"
+        );
+    }
+
     /// Pages did not arrive as they were meant: sets them aside and gives the attempt fresh ones.
     fn retry(&mut self, attempt: AttemptId, groups: &[(u32, Vec<Key>)]) {
         let Some(id) = self.attempts.get(&attempt).copied() else { return };
         let mut landing = Vec::new();
         for (group, keys) in groups {
             self.numbers.quarantined_total += 1;
+            let first = keys.first().and_then(|key| PlanEntry::from_key(key.0).ok());
+            let pool = first.map_or("unknown", |entry| entry.pool.name());
+            self.count_fault(id, FaultEvent::Quarantine, pool);
             match self.replace_group(id, *group, keys) {
-                Ok(mut fresh) => landing.append(&mut fresh),
+                Ok(mut fresh) => {
+                    self.count_fault(id, FaultEvent::Retry, pool);
+                    landing.append(&mut fresh);
+                }
                 Err(error) => {
                     tracing::warn!(%error, %attempt, "no fresh pages for a retry");
                     self.command(attempt, |driver| driver.cancel(attempt));
@@ -269,10 +329,27 @@ impl Worker {
     /// A hand-off ended without its pages.
     fn pull_failed(&mut self, attempt: AttemptId, why: &FailReason) {
         let Some(id) = self.attempts.get(&attempt).copied() else { return };
-        tracing::warn!(%attempt, %why, "hand-off failed; the prompt will be computed here");
+        self.count_fault(id, FaultEvent::Failed, reason(why));
         if let Some(seq) = self.sequences.get_mut(&id)
             && seq.state == (State::Pulling { attempt })
         {
+            // What was wrong with pages is not tried elsewhere: the prompt is computed here.
+            seq.may_ask_again = matches!(
+                why,
+                FailReason::PeerLost
+                    | FailReason::Rejected { .. }
+                    | FailReason::Timeout { .. }
+                    | FailReason::Get { .. }
+                    | FailReason::NotStarted(_)
+            );
+            let peer = seq.asked.as_ref();
+            tracing::warn!(
+                request = seq.name,
+                peer = peer.map_or("", |peer| &peer.address),
+                transport = peer.map_or("", |peer| peer.transport),
+                "hand-off failed: {why}; the prompt is asked of another prefill worker or \
+                 computed here"
+            );
             seq.state = State::Unwinding { recompute: true };
         }
     }
@@ -320,7 +397,12 @@ impl Worker {
         seq.windows_sealed = 0;
         match seq.state {
             State::Unwinding { recompute: true } => {
+                if std::mem::take(&mut seq.may_ask_again) && self.start_pull(id) {
+                    self.count_fault(id, FaultEvent::AskedAgain, "request");
+                    return;
+                }
                 self.numbers.recomputed += 1;
+                self.count_fault(id, FaultEvent::Recompute, "request");
                 self.start_local(id);
             }
             State::Unwinding { recompute: false }
@@ -329,6 +411,22 @@ impl Worker {
             | State::Prefilling
             | State::Decoding => self.drop_sequence(id),
         }
+    }
+}
+
+/// A word for why a hand-off failed, for a label.
+const fn reason(why: &FailReason) -> &'static str {
+    match why {
+        FailReason::NotStarted(_) => "not_started",
+        FailReason::Rejected { .. } => "rejected",
+        FailReason::PeerLost => "peer_lost",
+        FailReason::Timeout { .. } => "timeout",
+        FailReason::Violation(_) => "violation",
+        FailReason::Mismatch { .. } => "mismatch",
+        FailReason::Stale { .. } => "stale",
+        FailReason::Get { .. } => "get",
+        FailReason::Cancelled => "cancelled",
+        _ => "other",
     }
 }
 

@@ -117,6 +117,9 @@ impl Worker {
             windows_sealed: 0,
             context: Some(context),
             peer: Some(peer),
+            asked: None,
+            tried: Vec::new(),
+            may_ask_again: false,
             quarantined: Vec::new(),
         };
         self.sequences.insert(id, seq);

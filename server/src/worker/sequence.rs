@@ -1,6 +1,7 @@
 //! One sequence: its tokens, its pages and where it stands.
 
 use super::PeerKey;
+use super::faults::PeerName;
 use crate::engine::{Event, FailureKind, FinishReason, GenerateRequest, Usage};
 use crate::glue::handoff::TagBinding;
 use crate::scheduler::SeqId;
@@ -81,6 +82,12 @@ pub(super) struct Sequence {
     pub(super) windows_sealed: u32,
     pub(super) context: Option<Arc<TagBinding>>,
     pub(super) peer: Option<PeerKey>,
+    /// The prefill worker that was asked last.
+    pub(super) asked: Option<PeerName>,
+    /// All that were asked.
+    pub(super) tried: Vec<PeerKey>,
+    /// Whether another one may be asked: the last one could not, and nothing was wrong with pages.
+    pub(super) may_ask_again: bool,
     pub(super) quarantined: Vec<PageRef>,
 }
 
@@ -111,6 +118,9 @@ impl Sequence {
             windows_sealed: 0,
             context: None,
             peer: None,
+            asked: None,
+            tried: Vec::new(),
+            may_ask_again: false,
             quarantined: Vec::new(),
         }
     }

@@ -565,6 +565,7 @@ impl Node {
             Upcall::NotOffered { error: OfferError::Ended(_), .. }
             | Upcall::NotRetargeted { error: RetargetError::Ended(_), .. }
             | Upcall::Overdue { .. }
+            | Upcall::Wrong { .. }
             | Upcall::Event(_) => {}
             Upcall::NotOffered { error, .. } => {
                 effects.promise(false, Property::S5, &error.to_string());

@@ -221,6 +221,12 @@ async fn damaged_blocks_are_not_kept_for_later_prompts() {
         assert!(tamper.done() > 0, "{victim:?} was never damaged");
         assert_right_or_error("damaged", &right, found);
         assert_eq!(workers.metric("dsv4:prompts_recomputed_total", "decode"), recomputed);
+        let fault = |event| workers.metric("dsv4:handoff_faults_total", event);
+        assert!(fault("mismatch") >= 1 && fault(victim.kind.name()) >= 1, "{victim:?} is named");
+        assert!(fault("quarantine") >= 1 && fault("retry") >= 1);
+        if recomputed > 0 {
+            assert_eq!((fault("failed"), fault("recompute")), (1, 1));
+        }
         tamper.aim(Target::Nothing);
         let kept = workers.metric("dsv4:prefix_reused_tokens_total", "decode");
         assert_eq!(ask(&workers, false).await, [Ok(right[0].clone())], "from what was kept");

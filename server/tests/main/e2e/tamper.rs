@@ -11,7 +11,7 @@ use pd_transfer::id::{OpId, PeerId};
 use pd_transfer::transport::{
     EventSink, RegionOwner, Transport, TransportError, TransportEvent, TransportFactory,
 };
-use pd_transfer::wire::{self, Extent, Message, RegionId};
+use pd_transfer::wire::{self, Extent, Extents, Message, RegionId};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -168,7 +168,7 @@ impl Tamper {
         let shape = |source: &[Extent]| source.iter().map(|e| e.len).collect::<Vec<_>>();
         let earlier = state.seen.iter().find(|(region, number, source)| {
             (*region, *number) == (get.source_region.0, section)
-                && *source != get.source
+                && source[..] != get.source[..]
                 && shape(source) == shape(&get.source)
         });
         let source = match damage {
@@ -186,7 +186,7 @@ impl Tamper {
             Damage::Replay => match earlier {
                 Some((_, _, source)) => Some(source.clone()),
                 None => {
-                    state.seen.push((get.source_region.0, section, get.source.clone()));
+                    state.seen.push((get.source_region.0, section, get.source.to_vec()));
                     return;
                 }
             },
@@ -198,9 +198,9 @@ impl Tamper {
         *hits += 1;
         state.done += 1;
         match source {
-            Some(source) => get.source = source,
+            Some(source) => get.source = Extents::new(&source).expect("as many as before"),
             None => {
-                for extent in get.source.iter_mut().chain(&mut get.target) {
+                for extent in get.source.iter_mut().chain(get.target.iter_mut()) {
                     extent.len = extent.len.div_ceil(2);
                 }
             }
