@@ -4,7 +4,9 @@
 mod it {
     mod clauses;
     mod conformance;
+    mod fan_out;
     mod fences;
+    mod group;
     mod handoff;
     mod hostile;
     mod model;
