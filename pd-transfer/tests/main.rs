@@ -12,6 +12,7 @@ mod it {
     mod model;
     mod processes;
     mod races;
+    mod ranks;
     mod side;
     mod sim;
     mod spec;
