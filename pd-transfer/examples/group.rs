@@ -96,7 +96,7 @@ fn compute(memory: &HeapRegion) -> Option<Vec<Item>> {
 
 /// The prefill worker: one fan-out for the attempts at all of its ranks. It holds the last page back
 /// in the first round, so that the example can take a rank away in the middle of it.
-fn prefill(ranks: &[Node], news: &Receiver<News>) -> Outcome<()> {
+fn prefill(ranks: &[Node], news: Receiver<News>) -> Outcome<()> {
     let mut fan_out = FanOut::new(FanOutConfig::default());
     for (rank, upcall) in news {
         match upcall {
@@ -238,12 +238,13 @@ fn main() -> Outcome<()> {
     };
     let (sources, prefill_news) = nodes(Role::Prefill, PREFILL_RANKS)?;
     let (ranks, decode_news) = nodes(Role::Decode, DECODE_RANKS)?;
+    let sources = &sources[..];
     std::thread::scope(|scope| {
         let serving =
-            scope.spawn(|| prefill(&sources, &prefill_news).map_err(|error| error.to_string()));
-        let outcome = decode(&ranks, &decode_news, &sources);
+            scope.spawn(move || prefill(sources, prefill_news).map_err(|error| error.to_string()));
+        let outcome = decode(&ranks, &decode_news, sources);
         // With the last driver the news of the prefill side end, and so does its thread.
-        ranks.iter().chain(&sources).for_each(|node| node.handle.shutdown());
+        ranks.iter().chain(sources).for_each(|node| node.handle.shutdown());
         serving.join().map_err(|_| "the prefill side panicked")??;
         outcome
     })

@@ -42,7 +42,7 @@
 //! ranks that hand over one request together. All that is `no_std`.
 //! With the feature `std`, [`driver`] runs an endpoint on a thread over a [`transport`]:
 //! [`inprocess`], [`shm`], [`tcp`] or [`ucx`]. The feature `testing` adds fault injection, the conformance
-//! suite and a simulated world.
+//! suite and a simulated world; `tools` measures links.
 
 #![cfg_attr(not(feature = "std"), no_std)]
 
@@ -75,6 +75,8 @@ pub mod states;
 pub mod tcp;
 #[cfg(feature = "testing")]
 pub mod testing;
+#[cfg(feature = "tools")]
+pub mod tools;
 #[cfg(feature = "std")]
 pub mod transport;
 #[cfg(feature = "std")]

@@ -62,6 +62,9 @@ impl RankRequest {
     }
 }
 
+/// The pages in the memory of one rank.
+type Offer = (Rank, Vec<Item>);
+
 #[derive(Debug)]
 struct Serving {
     fan_out: FanOut,
@@ -203,7 +206,7 @@ impl Serving {
         served: ServedId,
         asked: &RankRequest,
         have: u32,
-    ) -> Option<(FinalRecord, Vec<(Rank, Vec<Item>)>)> {
+    ) -> Option<(FinalRecord, Vec<Offer>)> {
         let Request { pages, page_bytes: len } = asked.pages;
         let first = self.next;
         let end = first.checked_add(u64::from(pages) * u64::from(len))?;
