@@ -9,6 +9,8 @@ mod it {
     mod group;
     mod handoff;
     mod hostile;
+    #[cfg(feature = "tools")]
+    mod link_tool;
     mod model;
     mod processes;
     mod races;

@@ -191,6 +191,8 @@ impl Puller {
     ) -> Result<(Bandwidth, Vec<u64>), ToolError> {
         let begin = Instant::now();
         let (mut open, mut times_us, mut pages) = (Open::new(), Vec::new(), 0);
+        // Before the first of them can be done.
+        self.check.expect(open_max * u64::from(request.pages));
         for slot in 0..open_max {
             self.start(request, slot, &mut open)?;
         }
@@ -202,6 +204,7 @@ impl Puller {
                 times_us.push(u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX));
             }
             if begin.elapsed() < duration {
+                self.check.expect(u64::from(request.pages));
                 self.start(request, slot, &mut open)?;
             }
         }
@@ -215,7 +218,6 @@ impl Puller {
         let id = u64::from_le_bytes(self.ids[..8].try_into().unwrap_or_default());
         attempt.0[..8].copy_from_slice(&id.wrapping_add(self.count).to_le_bytes());
         self.count += 1;
-        self.check.expect(request.pages);
         open.insert(attempt, (slot, Instant::now()));
         self.handle.start(Start {
             attempt,

@@ -154,8 +154,8 @@ impl Check {
         self.checked.store(0, Ordering::Relaxed);
     }
 
-    pub(super) fn expect(&self, pages: u32) {
-        self.left.fetch_add(u64::from(pages), Ordering::AcqRel);
+    pub(super) fn expect(&self, pages: u64) {
+        self.left.fetch_add(pages, Ordering::AcqRel);
     }
 
     /// Wrong pages, pages checked since `turn`, and the lowest number of a wrong one.
