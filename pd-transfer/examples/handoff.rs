@@ -1,8 +1,9 @@
 //! Two drivers over TCP: 100 pages go from a prefill side to a decode side, each one verified.
 
-use pd_transfer::copy::{read, set_guard, write};
+use pd_transfer::copy::{Bounced, PageHash, StreamHash, read, set_guard, write};
 use pd_transfer::driver::{Driver, DriverConfig, Verifier};
 use pd_transfer::endpoint::Upcall;
+use pd_transfer::get::Digest;
 use pd_transfer::hash::hash128;
 use pd_transfer::receiver::{Start, Target, Verify};
 use pd_transfer::tcp::Tcp;
@@ -33,12 +34,30 @@ fn tag(memory: &dyn RegionOwner, extents: &[Extent]) -> Option<Tag> {
     Some(Tag(hash128(&bytes)))
 }
 
+/// Collects a page and hashes it at its end; a real digest works piece by piece.
+#[derive(Default)]
+struct Whole(Vec<u8>);
+
+impl StreamHash for Whole {
+    fn update(&mut self, bytes: &[u8]) {
+        self.0.extend_from_slice(bytes);
+    }
+
+    fn finish(&mut self) -> Digest {
+        hash128(&std::mem::take(&mut self.0))
+    }
+}
+
 #[derive(Debug)]
-struct ByTag(Arc<HeapRegion>);
+struct ByTag;
 
 impl Verifier for ByTag {
-    fn verify(&self, page: &Verify) -> bool {
-        tag(&*self.0, &page.extents) == Some(page.tag)
+    fn hash(&self) -> Box<dyn PageHash> {
+        Box::new(Bounced::new(Whole::default()))
+    }
+
+    fn verify(&self, page: &Verify, digest: Option<Digest>) -> bool {
+        digest.map(Tag) == Some(page.tag)
     }
 }
 
@@ -77,7 +96,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (answer, memory) = (Arc::clone(&own), Arc::clone(&source));
     let mut prefill_config = config(Role::Prefill, Arc::clone(&source));
     prefill_config.listen = Some(String::from("127.0.0.1:0"));
-    let verifier = Arc::new(ByTag(Arc::clone(&source)));
+    let verifier = Arc::new(ByTag);
     let upcalls = move |upcall| {
         if let Upcall::Requested { attempt, .. } = upcall {
             let items = compute(&memory).unwrap_or_default();
@@ -91,7 +110,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     own.get_or_init(|| prefill.clone());
 
     let (send, news) = channel();
-    let verifier = Arc::new(ByTag(Arc::clone(&target)));
+    let verifier = Arc::new(ByTag);
     let decode = Driver::spawn(
         config(Role::Decode, Arc::clone(&target)),
         Tcp::factory(),

@@ -1,19 +1,20 @@
 //! The thread that drives an endpoint over a transport, and the handle of the upper layer.
 
+use crate::copy::{Hashing, PageHash};
 use crate::counters::Counters;
 use crate::endpoint::{Action, Endpoint, EndpointConfig, PeerSnapshot, Upcall};
-use crate::get::GetOutcome;
-use crate::id::{OpId, PeerId, Time};
+use crate::get::{Digest, Get, GetOutcome};
+use crate::id::{PeerId, Time};
 use crate::link::LinkConfig;
 use crate::receiver::{ReceiverConfig, Start, Target, Verify};
 use crate::sender::SenderConfig;
 use crate::states::LinkState;
 use crate::transport::{
-    EventSink, LostReason, RegionOwner, Transport, TransportError, TransportEvent,
+    Ended, EventSink, LostReason, RegionOwner, Transport, TransportError, TransportEvent,
     TransportFactory, describe,
 };
 use crate::wire::{
-    AttemptId, FinalRecord, Fingerprint, Hello, Incarnation, Item, Key, Limits, MAX_LAYOUT_BYTES,
+    AttemptId, FinalRecord, Fingerprint, Hello, Incarnation, Item, Limits, MAX_LAYOUT_BYTES,
     PROTO_VERSION, RefuseReason, Role,
 };
 use crossbeam_channel::{Receiver, Sender, bounded, select};
@@ -57,10 +58,14 @@ impl Clock for SystemClock {
 
 /// Says whether bytes that landed are the page they should be.
 pub trait Verifier: Send + Sync {
-    /// Whether the bytes at the page's extents have its tag. Called on the thread of the transport
-    /// that has just copied them, so that they are still in its cache; nothing writes the extents
-    /// meanwhile.
-    fn verify(&self, page: &Verify) -> bool;
+    /// What digests pages, made once per thread that copies them. See [`crate::copy::Bounced`] for
+    /// digests over slices.
+    fn hash(&self) -> Box<dyn PageHash>;
+
+    /// Whether bytes with this digest are the page, that is, whether they have its tag. `None` if
+    /// there is no digest, because [`Self::hash`] makes none or died on the page. Called on the
+    /// driver's thread.
+    fn verify(&self, page: &Verify, digest: Option<Digest>) -> bool;
 }
 
 /// Receives the news, on the driver's thread; it must not block for long. It may call the handle.
@@ -335,10 +340,12 @@ pub struct Driver {
     upcalls: UpcallSink,
     commands: Receiver<Command>,
     inline: Arc<Mutex<VecDeque<Command>>>,
-    events: Receiver<News>,
-    checks: Arc<Checks>,
-    /// The page whose get is being reported, and whether the check said yes.
-    landed: Option<(AttemptId, Key, bool)>,
+    events: Receiver<TransportEvent>,
+    verifier: Arc<dyn Verifier>,
+    /// The get whose end is being handled, if its bytes landed: their digest.
+    landed: Option<Option<Digest>>,
+    /// Gets that are not given to the transport yet, all of one peer.
+    gets: (PeerId, Vec<Get>),
     snapshot: Arc<Mutex<Snapshot>>,
     routes: BTreeMap<String, Route>,
     reconnect_us: (u64, u64),
@@ -374,14 +381,14 @@ impl Driver {
             return Err(DriverError::Layout(config.layout.len()));
         }
         let (event_sender, events) = bounded(config.events_max);
-        let checks = Arc::new(Checks { verifier, open: Mutex::new(BTreeMap::new()) });
-        let checker = Arc::clone(&checks);
         let sink: EventSink = Arc::new(move |event| {
-            let landed = checker.after(&event);
             // Without a driver nobody wants the news.
-            let _ = event_sender.send((event, landed));
+            let _ = event_sender.send(event);
         });
         let mut transport = transport(sink)?;
+        let hasher = Arc::clone(&verifier);
+        let hashing: Hashing = Arc::new(move || hasher.hash());
+        transport.hash_with(hashing);
         for region in &config.regions {
             transport.register(Arc::clone(region))?;
         }
@@ -400,8 +407,9 @@ impl Driver {
             commands: command_queue,
             inline: Arc::clone(&inline),
             events,
-            checks,
+            verifier,
             landed: None,
+            gets: (PeerId(0), Vec::new()),
             snapshot: Arc::clone(&snapshot),
             routes: BTreeMap::new(),
             reconnect_us: (config.reconnect_us_min, config.reconnect_us_max),
@@ -447,14 +455,14 @@ impl Driver {
                 Ok(command) => self.on_command(command),
                 Err(_) => self.is_ending = true,
             },
-            recv(self.events) -> news => if let Ok(news) = news {
-                self.on_news(news);
+            recv(self.events) -> event => if let Ok(event) = event {
+                self.on_event(event);
             },
             default(pause) => {}
         }
         for _ in 0..BATCH {
-            let Ok(news) = self.events.try_recv() else { break };
-            self.on_news(news);
+            let Ok(event) = self.events.try_recv() else { break };
+            self.on_event(event);
         }
         for _ in 0..BATCH {
             let Ok(command) = self.commands.try_recv() else { break };
@@ -478,17 +486,38 @@ impl Driver {
     }
 
     fn act(&mut self) {
+        let now = self.clock.now();
         loop {
-            while let Some(action) = self.endpoint.poll_action() {
-                self.on_action(action);
+            self.drain(now);
+            if !self.gets.1.is_empty() {
+                self.begin_gets(now);
+                continue;
             }
             let Some(command) = lock(&self.inline).pop_front() else { return };
             self.on_command(command);
         }
     }
 
-    fn on_action(&mut self, action: Action) {
-        let now = self.clock.now();
+    /// Does what the endpoint wants, but keeps gets back so that they begin together.
+    fn drain(&mut self, now: Time) {
+        while let Some(action) = self.endpoint.poll_action() {
+            self.on_action(now, action);
+        }
+    }
+
+    /// Gives the transport the gets that were kept back.
+    fn begin_gets(&mut self, now: Time) {
+        let (peer, gets) = (self.gets.0, std::mem::take(&mut self.gets.1));
+        for (op, error) in self.transport.get_many(peer, gets) {
+            let outcome = match error {
+                TransportError::UnknownPeer(_) => GetOutcome::Lost,
+                error => GetOutcome::Error(error.to_string()),
+            };
+            self.endpoint.handle_got(now, op, outcome);
+        }
+    }
+
+    fn on_action(&mut self, now: Time, action: Action) {
         match action {
             Action::Transmit { peer, bytes } => match self.transport.send(peer, bytes) {
                 // The loss of the link is on its way.
@@ -498,26 +527,21 @@ impl Driver {
                     self.transport.cut(peer);
                 }
             },
-            Action::Get { peer, get, check } => {
-                let op = get.op;
-                self.checks.expect(check);
-                match self.transport.get(peer, get) {
-                    Ok(()) => {}
-                    Err(TransportError::UnknownPeer(_)) => {
-                        self.checks.forget(op);
-                        self.endpoint.handle_got(now, op, GetOutcome::Lost);
-                    }
-                    Err(error) => {
-                        self.checks.forget(op);
-                        let outcome = GetOutcome::Error(error.to_string());
-                        self.endpoint.handle_got(now, op, outcome);
-                    }
+            Action::Get { peer, get } => {
+                if self.gets.0 != peer && !self.gets.1.is_empty() {
+                    self.begin_gets(now);
                 }
+                self.gets.0 = peer;
+                self.gets.1.push(get);
             }
-            Action::Verify(Verify { op, attempt, key, .. }) => {
-                // PD-V1
-                let ok = self.landed.take().is_some_and(|landed| landed == (attempt, key, true));
-                self.endpoint.handle_verified(now, op, ok);
+            Action::Verify(page) => {
+                // PD-V1 PD-V6
+                // Without a get that just landed there is nothing that could be right.
+                let ok = self.landed.take().is_some_and(|digest| {
+                    let verify = || self.verifier.verify(&page, digest);
+                    panic::catch_unwind(AssertUnwindSafe(verify)).unwrap_or(false)
+                });
+                self.endpoint.handle_verified(now, page.op, ok);
             }
             Action::Cut { peer } => {
                 self.peers_changed = true;
@@ -542,12 +566,17 @@ impl Driver {
         }
     }
 
-    fn on_news(&mut self, (event, landed): News) {
-        self.landed = landed;
-        self.on_event(event);
+    /// One get after the other: the check of a page is asked for and answered while its digest is
+    /// at hand.
+    fn on_ended(&mut self, now: Time, gets: Vec<Ended>) {
+        for Ended { op, outcome, digest } in gets {
+            self.landed = (outcome == GetOutcome::Done).then_some(digest);
+            self.endpoint.handle_got(now, op, outcome);
+            self.drain(now);
+            // The digest for an attempt that has ended meanwhile is of no use.
+            self.landed = None;
+        }
         self.act();
-        // The check of an attempt that has ended meanwhile is of no use.
-        self.landed = None;
     }
 
     fn on_event(&mut self, event: TransportEvent) {
@@ -561,18 +590,7 @@ impl Driver {
             TransportEvent::Message { peer, bytes } => {
                 self.endpoint.handle_bytes(now, peer, &bytes);
             }
-            TransportEvent::GetDone { op, .. } => {
-                self.endpoint.handle_got(now, op, GetOutcome::Done);
-            }
-            TransportEvent::GetStale { op, .. } => {
-                self.endpoint.handle_got(now, op, GetOutcome::Stale);
-            }
-            TransportEvent::GetLost { op, .. } => {
-                self.endpoint.handle_got(now, op, GetOutcome::Lost);
-            }
-            TransportEvent::GetFailed { op, error, .. } => {
-                self.endpoint.handle_got(now, op, GetOutcome::Error(error));
-            }
+            TransportEvent::Ended { gets, .. } => return self.on_ended(now, gets),
             TransportEvent::PeerLost { peer, why } => {
                 self.peers_changed = true;
                 let was_up = self.open.remove(&peer).is_some();
@@ -599,6 +617,7 @@ impl Driver {
                 }
             }
         }
+        self.act();
     }
 
     fn on_command(&mut self, command: Command) {
@@ -673,44 +692,6 @@ impl Driver {
             self.wait(Some(until));
             self.settle();
         }
-    }
-}
-
-/// An event, and for a page that landed whose it is and what the check said.
-type News = (TransportEvent, Option<(AttemptId, Key, bool)>);
-
-/// The checks of the gets that are under way; at most as many as the receiver allows at once.
-struct Checks {
-    verifier: Arc<dyn Verifier>,
-    open: Mutex<BTreeMap<OpId, Verify>>,
-}
-
-impl Checks {
-    fn expect(&self, check: Verify) {
-        lock(&self.open).insert(check.op, check);
-    }
-
-    fn forget(&self, op: OpId) -> Option<Verify> {
-        lock(&self.open).remove(&op)
-    }
-
-    /// Checks the page of a get that ended well, on the thread that reports it.
-    fn after(&self, event: &TransportEvent) -> Option<(AttemptId, Key, bool)> {
-        let check = match event {
-            TransportEvent::GetDone { op, .. } => self.forget(*op)?,
-            TransportEvent::GetStale { op, .. }
-            | TransportEvent::GetLost { op, .. }
-            | TransportEvent::GetFailed { op, .. } => {
-                self.forget(*op);
-                return None;
-            }
-            TransportEvent::PeerUp { .. }
-            | TransportEvent::Message { .. }
-            | TransportEvent::PeerLost { .. } => return None,
-        };
-        // PD-V6
-        let ok = panic::catch_unwind(AssertUnwindSafe(|| self.verifier.verify(&check)));
-        Some((check.attempt, check.key, ok.unwrap_or(false)))
     }
 }
 

@@ -163,8 +163,6 @@ pub enum Action {
         peer: PeerId,
         /// What.
         get: Get,
-        /// The check that follows if it lands; see [`ReceiverOutput::Get`].
-        check: Verify,
     },
     /// Check a page.
     Verify(Verify),
@@ -577,8 +575,8 @@ impl Endpoint {
                         }
                     }
                 }
-                ReceiverOutput::Get { peer, get, check } => {
-                    self.actions.push_back(Action::Get { peer, get, check });
+                ReceiverOutput::Get { peer, get } => {
+                    self.actions.push_back(Action::Get { peer, get });
                 }
                 ReceiverOutput::Verify(verify) => self.actions.push_back(Action::Verify(verify)),
                 ReceiverOutput::Fresh { attempt, groups } => {

@@ -24,6 +24,10 @@ pub struct Get {
     pub target: Vec<Extent>,
 }
 
+/// Stands for the bytes of a page; opaque, made by the upper layer's
+/// [`PageHash`](crate::copy::PageHash).
+pub type Digest = [u8; 16];
+
 /// How a get ended. Whatever the outcome, no write to its target follows.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum GetOutcome {

@@ -1,12 +1,12 @@
 //! A transport between endpoints of one process: copies by address, no sockets.
 
-use crate::copy::{Copied, guarded_copy};
-use crate::get::Get;
-use crate::id::PeerId;
+use crate::copy::{Careful, Copied, Hashing, hashed_copy, plain};
+use crate::get::{Get, GetOutcome};
+use crate::id::{OpId, PeerId};
 use crate::link::Side;
 use crate::transport::{
-    EventSink, LostReason, RegionOwner, Regions, Transport, TransportError, TransportEvent,
-    TransportFactory,
+    Ended, EventSink, LostReason, REPORT_GETS, RegionOwner, Regions, Transport, TransportError,
+    TransportEvent, TransportFactory, no_peer, sift,
 };
 use crate::wire::{MAX_MESSAGE_BYTES, RegionId};
 use crossbeam_channel::{Receiver, Sender, unbounded};
@@ -48,7 +48,7 @@ impl InProcessNet {
 enum Job {
     Up { peer: PeerId, address: String, side: Side },
     Message { peer: PeerId, bytes: Vec<u8> },
-    Get { peer: PeerId, get: Get },
+    Gets { peer: PeerId, gets: Vec<Get> },
     Lost { peer: PeerId, why: LostReason },
     Stop,
 }
@@ -81,6 +81,7 @@ struct End {
 struct Node {
     jobs: Sender<Job>,
     regions: Regions,
+    hashing: Mutex<Hashing>,
     /// Links by our name for them.
     ends: Mutex<BTreeMap<PeerId, End>>,
     next_peer: AtomicU64,
@@ -117,9 +118,9 @@ impl Node {
         }
     }
 
-    fn run_get(&self, end: &End, peer: PeerId, get: &Get) -> TransportEvent {
+    fn run_get(&self, end: &End, get: &Get, hash: &mut Careful) -> Ended {
         let op = get.op;
-        let failed = |error: String| TransportEvent::GetFailed { peer, op, error };
+        let failed = |error: String| Ended::without(op, GetOutcome::Error(error));
         let (Some(source), Some(guards)) =
             (end.other.regions.find(get.source_region), end.other.regions.find(get.guard.region))
         else {
@@ -130,16 +131,17 @@ impl Node {
         };
         let _copying = lock(&end.shared.copying[end.side]);
         if lock(&end.shared.gate).is_closed {
-            return TransportEvent::GetLost { peer, op };
+            return Ended::without(op, GetOutcome::Lost);
         }
-        match guarded_copy(&*source, &*guards, &*target, get) {
-            Ok(Copied::Done) => TransportEvent::GetDone { peer, op },
-            Ok(Copied::Stale) => TransportEvent::GetStale { peer, op },
+        match hashed_copy(&*source, &*guards, &*target, get, hash) {
+            Ok((Copied::Done, digest)) => Ended::done(op, digest),
+            Ok((Copied::Stale, _)) => Ended::without(op, GetOutcome::Stale),
             Err(error) => failed(error.to_string()),
         }
     }
 
     fn run(&self, jobs: &Receiver<Job>, sink: &EventSink) {
+        let mut hash = None;
         for job in jobs {
             match job {
                 Job::Up { peer, address, side } => {
@@ -152,10 +154,14 @@ impl Node {
                         sink(TransportEvent::Message { peer, bytes });
                     }
                 }
-                Job::Get { peer, get } => {
+                Job::Gets { peer, gets } => {
                     if let Some(end) = self.end(peer) {
-                        let event = self.run_get(&end, peer, &get);
-                        sink(event);
+                        let hash =
+                            hash.get_or_insert_with(|| Careful::new(lock(&self.hashing).clone()));
+                        for gets in gets.chunks(REPORT_GETS) {
+                            let gets = gets.iter().map(|get| self.run_get(&end, get, hash));
+                            sink(TransportEvent::Ended { peer, gets: gets.collect() });
+                        }
                     }
                 }
                 Job::Lost { peer, why } => {
@@ -191,6 +197,7 @@ impl InProcess {
         let node = Arc::new(Node {
             jobs,
             regions: Regions::default(),
+            hashing: Mutex::new(plain()),
             ends: Mutex::default(),
             next_peer: AtomicU64::new(0),
         });
@@ -272,15 +279,21 @@ impl Transport for InProcess {
         Ok(())
     }
 
-    fn get(&mut self, from: PeerId, get: Get) -> Result<(), TransportError> {
-        self.node.regions.target(&get)?;
-        let end = self.node.end(from).ok_or(TransportError::UnknownPeer(from))?;
+    fn hash_with(&mut self, hashing: Hashing) {
+        *lock(&self.node.hashing) = hashing;
+    }
+
+    fn get_many(&mut self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
+        let Some(end) = self.node.end(from) else { return no_peer(gets, from) };
+        let (gets, refused) = sift(gets, |get| self.node.regions.target(get).map(drop));
         let gate = lock(&end.shared.gate);
         if gate.is_closed {
-            return Err(TransportError::UnknownPeer(from));
+            return refused.into_iter().chain(no_peer(gets, from)).collect();
         }
-        self.node.queue(Job::Get { peer: from, get });
-        Ok(())
+        if !gets.is_empty() {
+            self.node.queue(Job::Gets { peer: from, gets });
+        }
+        refused
     }
 
     fn cut(&mut self, peer: PeerId) {

@@ -544,18 +544,10 @@ impl Receiver {
                 target_region: target.region,
                 target: target.extents.clone(),
             };
-            let check = Verify {
-                op,
-                attempt,
-                key,
-                tag: item.tag,
-                region: target.region,
-                extents: target.extents.clone(),
-            };
             self.next_op += 1;
             peer.in_flight += 1;
             self.ops.insert(op, Op { attempt, key, peer: id, step: Step::Pull });
-            self.outputs.push_back(ReceiverOutput::Get { peer: id, get, check });
+            self.outputs.push_back(ReceiverOutput::Get { peer: id, get });
         }
     }
 

@@ -9,14 +9,14 @@
 //! taken only if it is sealed against shrinking.
 #![expect(unsafe_code, reason = "maps memory, its own and that of peers")]
 
-use crate::copy::{Copied, guarded_copy};
-use crate::get::Get;
+use crate::copy::{Careful, Copied, Hashing, hashed_copy};
+use crate::get::{Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
 use crate::socket::{Conn, Links, Stream};
 use crate::transport::{
-    EventSink, LostReason, RegionOwner, Regions, Transport, TransportError, TransportEvent,
-    TransportFactory,
+    Ended, EventSink, LostReason, REPORT_GETS, RegionOwner, Regions, Transport, TransportError,
+    TransportEvent, TransportFactory,
 };
 use crate::wire::RegionId;
 use crossbeam_channel::{Receiver, Sender, unbounded};
@@ -142,12 +142,15 @@ unsafe impl RegionOwner for PeerRegion {
     }
 }
 
+/// Gets for one copying thread, at most [`REPORT_GETS`].
+type Job = (Arc<Conn>, Vec<OpId>);
+
 /// See the module text.
 #[derive(Debug)]
 pub struct Shm {
     links: Arc<Links>,
     acceptor: Option<(PathBuf, JoinHandle<()>)>,
-    jobs: Option<Sender<(Arc<Conn>, OpId)>>,
+    jobs: Option<Sender<Job>>,
     copiers: Vec<JoinHandle<()>>,
 }
 
@@ -179,27 +182,41 @@ impl Shm {
     }
 }
 
-fn copy_pages(links: &Links, queue: &Receiver<(Arc<Conn>, OpId)>) {
-    for (conn, op) in queue {
-        // A link that ended has answered the get already.
-        let Some(get) = conn.take_get(op) else { continue };
-        let peer = conn.peer;
-        let failed = |error: String| TransportEvent::GetFailed { peer, op, error };
+fn copy_pages(links: &Links, queue: &Receiver<Job>) {
+    let mut hash = None;
+    for (conn, ops) in queue {
+        let hash = hash.get_or_insert_with(|| links.hash());
+        // A link that ended has answered its gets already.
+        let gets = conn.take_gets(&ops);
+        if gets.is_empty() {
+            continue;
+        }
         let remote = Arc::clone(&crate::socket::lock(&conn.remote));
-        let source = remote.get(get.source_region.0 as usize);
-        let guards = remote.get(get.guard.region.0 as usize);
-        let event = match (source, guards, links.regions.find(get.target_region)) {
-            (Some(source), Some(guards), Some(target)) => {
-                match guarded_copy(&**source, &**guards, &*target, &get) {
-                    Ok(Copied::Done) => TransportEvent::GetDone { peer, op },
-                    Ok(Copied::Stale) => TransportEvent::GetStale { peer, op },
-                    Err(error) => failed(error.to_string()),
-                }
-            }
-            _ => failed(String::from("no such region")),
-        };
-        (links.sink)(event);
-        conn.put_back();
+        let count = gets.len();
+        let gets = gets.iter().map(|get| copy_page(&remote, &links.regions, get, hash)).collect();
+        (links.sink)(TransportEvent::Ended { peer: conn.peer, gets });
+        conn.put_back(count);
+    }
+}
+
+fn copy_page(
+    remote: &[Arc<dyn RegionOwner>],
+    regions: &Regions,
+    get: &Get,
+    hash: &mut Careful,
+) -> Ended {
+    let failed = |error: String| Ended::without(get.op, GetOutcome::Error(error));
+    let source = remote.get(get.source_region.0 as usize);
+    let guards = remote.get(get.guard.region.0 as usize);
+    let (Some(source), Some(guards), Some(target)) =
+        (source, guards, regions.find(get.target_region))
+    else {
+        return failed(String::from("no such region"));
+    };
+    match hashed_copy(&**source, &**guards, &*target, get, hash) {
+        Ok((Copied::Done, digest)) => Ended::done(get.op, digest),
+        Ok((Copied::Stale, _)) => Ended::without(get.op, GetOutcome::Stale),
+        Err(error) => failed(error.to_string()),
     }
 }
 
@@ -455,18 +472,26 @@ impl Transport for Shm {
         self.links.send(to, message)
     }
 
-    fn get(&mut self, from: PeerId, get: Get) -> Result<(), TransportError> {
-        self.links.regions.target(&get)?;
-        let conn = self.links.find(from)?;
-        let op = get.op;
-        if !conn.begin_get(get) {
-            return Err(TransportError::UnknownPeer(from));
-        }
-        if let Some(jobs) = &self.jobs {
-            // The copying threads live as long as this sender.
-            let _ = jobs.send((conn, op));
-        }
-        Ok(())
+    fn hash_with(&mut self, hashing: Hashing) {
+        self.links.hash_with(hashing);
+    }
+
+    fn get_many(&mut self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
+        let jobs = &self.jobs;
+        self.links.begin_gets(
+            from,
+            gets,
+            u64::MAX,
+            |get| get.op,
+            |conn, ops| {
+                for ops in ops.chunks(REPORT_GETS) {
+                    if let Some(jobs) = jobs {
+                        // The copying threads live as long as this sender.
+                        let _ = jobs.send((Arc::clone(&conn), ops.to_vec()));
+                    }
+                }
+            },
+        )
     }
 
     fn cut(&mut self, peer: PeerId) {

@@ -6,18 +6,19 @@
 //! memory for the peer, the reading thread the only one that writes what the peer sent. A link
 //! ends in one place, [`Conn::finish`]: writer joined, gets answered, then the loss reported.
 
-use crate::copy::{Copied, guarded_read, write};
-use crate::get::Get;
+use crate::copy::{Careful, Copied, Hashing, guarded_read, plain};
+use crate::get::{Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
 use crate::transport::{
-    EventSink, LostReason, RegionOwner, Regions, TransportError, TransportEvent,
+    Ended, EventSink, LostReason, REPORT_GETS, RegionOwner, Regions, TransportError, TransportEvent,
+    no_peer, sift,
 };
 use crate::wire::{
     Extent, MAX_EXTENTS, MAX_MESSAGE_BYTES, ReadRequest, decode_read, encode_read, extents_bytes,
 };
 use std::collections::{BTreeMap, VecDeque};
-use std::io::{self, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -151,7 +152,11 @@ impl Conn {
         }
     }
 
-    fn push(&self, frame: Frame, bytes: u64) -> Result<(), LostReason> {
+    fn push(
+        &self,
+        frames: impl IntoIterator<Item = Frame>,
+        bytes: u64,
+    ) -> Result<(), LostReason> {
         let mut outbox = lock(&self.outbox);
         if outbox.is_closed {
             return Ok(());
@@ -162,7 +167,7 @@ impl Conn {
             return Err(LostReason::Slow { queued, limit: QUEUE_BYTES_MAX });
         }
         outbox.bytes = queued;
-        outbox.frames.push_back(frame);
+        outbox.frames.extend(frames);
         drop(outbox);
         self.outbox_filled.notify_one();
         Ok(())
@@ -171,45 +176,50 @@ impl Conn {
     /// Queues a message; a peer whose queue is full is cut.
     pub(crate) fn send(&self, message: Vec<u8>) {
         let bytes = (message.len() + HEADER_BYTES) as u64;
-        if let Err(why) = self.push(Frame::Message(message), bytes) {
+        if let Err(why) = self.push([Frame::Message(message)], bytes) {
             self.abort(why);
         }
     }
 
-    /// Notes a get; false if the link has ended.
-    pub(crate) fn begin_get(&self, get: Get) -> bool {
+    /// Notes gets; gives them back if the link has ended.
+    fn begin_gets(&self, gets: Vec<Get>) -> Result<(), Vec<Get>> {
         let mut pending = lock(&self.pending);
         if pending.is_closed {
-            return false;
+            return Err(gets);
         }
-        pending.gets.insert(get.op, get);
-        true
+        pending.gets.extend(gets.into_iter().map(|get| (get.op, get)));
+        Ok(())
     }
 
-    /// Asks the peer for the bytes of a get.
-    pub(crate) fn request(&self, op: OpId, read: &ReadRequest) {
-        match encode_read(read) {
-            Ok(bytes) => {
-                let len = (bytes.len() + HEADER_BYTES) as u64;
-                if let Err(why) = self.push(Frame::Read(op, bytes), len) {
-                    self.abort(why);
+    /// Asks the peer for the bytes of gets.
+    pub(crate) fn request(&self, reads: &[(OpId, ReadRequest)]) {
+        let (mut frames, mut queued) = (Vec::with_capacity(reads.len()), 0);
+        for (op, read) in reads {
+            match encode_read(read) {
+                Ok(bytes) => {
+                    queued += (bytes.len() + HEADER_BYTES) as u64;
+                    frames.push(Frame::Read(*op, bytes));
                 }
+                Err(error) => return self.abort(LostReason::Malformed(error.to_string())),
             }
-            Err(error) => self.abort(LostReason::Malformed(error.to_string())),
+        }
+        if let Err(why) = self.push(frames, queued) {
+            self.abort(why);
         }
     }
 
-    /// Takes a get for a copying thread. The end of the link waits until `put_back`.
-    pub(crate) fn take_get(&self, op: OpId) -> Option<Get> {
+    /// Takes gets for a copying thread, those that the end of the link has not answered. The end
+    /// of the link waits until they are put back.
+    pub(crate) fn take_gets(&self, ops: &[OpId]) -> Vec<Get> {
         let mut pending = lock(&self.pending);
-        let get = pending.gets.remove(&op)?;
-        pending.running += 1;
-        Some(get)
+        let gets: Vec<Get> = ops.iter().filter_map(|op| pending.gets.remove(op)).collect();
+        pending.running += gets.len();
+        gets
     }
 
-    /// A copying thread is done and has reported.
-    pub(crate) fn put_back(&self) {
-        lock(&self.pending).running -= 1;
+    /// A copying thread is done with so many gets and has reported them.
+    pub(crate) fn put_back(&self, gets: usize) {
+        lock(&self.pending).running -= gets;
         self.pending_idle.notify_all();
     }
 
@@ -235,8 +245,10 @@ impl Conn {
         }
         drop(pending);
         let peer = self.peer;
-        for op in gets.into_keys() {
-            (links.sink)(TransportEvent::GetLost { peer, op });
+        let gets: Vec<Ended> =
+            gets.into_keys().map(|op| Ended::without(op, GetOutcome::Lost)).collect();
+        if !gets.is_empty() {
+            (links.sink)(TransportEvent::Ended { peer, gets });
         }
         lock(&links.table).remove(&peer);
         *lock(&self.stream) = None;
@@ -276,6 +288,7 @@ pub(crate) fn other_greeting(ours: &str, found: &[u8]) -> LostReason {
 pub(crate) struct Links {
     pub(crate) sink: EventSink,
     pub(crate) regions: Regions,
+    hashing: Mutex<Hashing>,
     /// Whether gets are served over the socket; otherwise frames that ask for it are malformed.
     is_serving: bool,
     greet: Box<Greet>,
@@ -297,6 +310,7 @@ impl Links {
         Self {
             sink,
             regions: Regions::default(),
+            hashing: Mutex::new(plain()),
             is_serving,
             greet,
             fence: None,
@@ -311,6 +325,44 @@ impl Links {
     pub(crate) fn with_fence(mut self, fence: Box<Fence>) -> Self {
         self.fence = Some(fence);
         self
+    }
+
+    pub(crate) fn hash_with(&self, hashing: Hashing) {
+        *lock(&self.hashing) = hashing;
+    }
+
+    /// A hash for one thread.
+    pub(crate) fn hash(&self) -> Careful {
+        Careful::new(Arc::clone(&lock(&self.hashing)))
+    }
+
+    /// Checks gets of at most `bytes_max` bytes, notes them and passes on what was noted.
+    pub(crate) fn begin_gets<T>(
+        &self,
+        from: PeerId,
+        gets: Vec<Get>,
+        bytes_max: u64,
+        what: impl Fn(&Get) -> T,
+        pass: impl FnOnce(Arc<Conn>, Vec<T>),
+    ) -> Vec<(OpId, TransportError)> {
+        let Ok(conn) = self.find(from) else { return no_peer(gets, from) };
+        let (gets, refused) = sift(gets, |get| {
+            self.regions.target(get)?;
+            let bytes = extents_bytes(&get.source);
+            if bytes > bytes_max {
+                return Err(TransportError::TooLarge { bytes, limit: bytes_max });
+            }
+            Ok(())
+        });
+        let noted: Vec<T> = gets.iter().map(what).collect();
+        match conn.begin_gets(gets) {
+            Ok(()) if noted.is_empty() => refused,
+            Ok(()) => {
+                pass(conn, noted);
+                refused
+            }
+            Err(gets) => refused.into_iter().chain(no_peer(gets, from)).collect(),
+        }
     }
 
     pub(crate) fn find(&self, peer: PeerId) -> Result<Arc<Conn>, TransportError> {
@@ -535,13 +587,38 @@ fn read_bytes(reader: &mut impl Read, len: usize) -> Result<Vec<u8>, LostReason>
     if got == len { Ok(bytes) } else { Err(LostReason::Closed) }
 }
 
+/// What the reading thread of a link has at hand.
+struct Incoming<'a> {
+    links: &'a Links,
+    conn: &'a Conn,
+    reader: BufReader<&'a Stream>,
+    hash: Careful,
+    /// Answers that are not reported yet.
+    ended: Vec<Ended>,
+}
+
 fn read_frames(links: &Links, conn: &Conn, stream: &Stream) -> Result<(), LostReason> {
-    let malformed = |text: String| Err(LostReason::Malformed(text));
-    let mut reader = BufReader::with_capacity(CHUNK_BYTES, stream);
-    let mut chunk = vec![0; CHUNK_BYTES];
-    loop {
+    let reader = BufReader::with_capacity(CHUNK_BYTES, stream);
+    let mut incoming =
+        Incoming { links, conn, reader, hash: links.hash(), ended: Vec::new() };
+    let why = loop {
+        if let Err(why) = incoming.frame() {
+            break why;
+        }
+    };
+    incoming.report();
+    Err(why)
+}
+
+impl Incoming<'_> {
+    fn frame(&mut self) -> Result<(), LostReason> {
+        let malformed = |text: String| Err(LostReason::Malformed(text));
+        // What has come is told before more is waited for.
+        if self.ended.len() >= REPORT_GETS || self.reader.buffer().len() < HEADER_BYTES {
+            self.report();
+        }
         let mut head = [0; HEADER_BYTES];
-        reader.read_exact(&mut head).map_err(|error| lost(&error))?;
+        self.reader.read_exact(&mut head).map_err(|error| lost(&error))?;
         let [kind, a, b, c, l0, l1, l2, l3, op @ ..] = head;
         let len = u32::from_le_bytes([l0, l1, l2, l3]) as usize;
         let op = OpId(u64::from_le_bytes(op));
@@ -549,32 +626,83 @@ fn read_frames(links: &Links, conn: &Conn, stream: &Stream) -> Result<(), LostRe
         if [a, b, c] != [0; 3] {
             return malformed(String::from("reserved bytes are not zero"));
         }
+        let is_serving = self.links.is_serving;
         match kind {
             MESSAGE if len <= MAX_MESSAGE_BYTES => {
-                let bytes = read_bytes(&mut reader, len)?;
-                (links.sink)(TransportEvent::Message { peer: conn.peer, bytes });
+                let bytes = read_bytes(&mut self.reader, len)?;
+                self.report();
+                (self.links.sink)(TransportEvent::Message { peer: self.conn.peer, bytes });
             }
-            READ if links.is_serving && len <= 256 => {
-                let bytes = read_bytes(&mut reader, len)?;
+            READ if is_serving && len <= 256 => {
+                let bytes = read_bytes(&mut self.reader, len)?;
                 let request = decode_read(&bytes)
                     .map_err(|error| LostReason::Malformed(error.to_string()))?;
-                queue_read(conn, op, request)?;
+                queue_read(self.conn, op, request)?;
             }
-            DATA if links.is_serving => {
-                receive(links, conn, op, len, &mut reader, &mut chunk)?;
+            DATA if is_serving => {
+                let ended = self.receive(op, len)?;
+                self.ended.push(ended);
             }
-            STALE if links.is_serving && len == 0 => {
-                take_pending(conn, op)?;
-                (links.sink)(TransportEvent::GetStale { peer: conn.peer, op });
+            STALE if is_serving && len == 0 => {
+                take_pending(self.conn, op)?;
+                self.ended.push(Ended::without(op, GetOutcome::Stale));
             }
-            REFUSED if links.is_serving && len <= 4096 => {
-                let bytes = read_bytes(&mut reader, len)?;
-                take_pending(conn, op)?;
+            REFUSED if is_serving && len <= 4096 => {
+                let bytes = read_bytes(&mut self.reader, len)?;
+                take_pending(self.conn, op)?;
                 let error = String::from_utf8_lossy(&bytes).into_owned();
-                (links.sink)(TransportEvent::GetFailed { peer: conn.peer, op, error });
+                self.ended.push(Ended::without(op, GetOutcome::Error(error)));
             }
             _ => return malformed(format!("kind {kind} with {len} bytes")),
         }
+        Ok(())
+    }
+
+    fn report(&mut self) {
+        if !self.ended.is_empty() {
+            let (peer, gets) = (self.conn.peer, std::mem::take(&mut self.ended));
+            (self.links.sink)(TransportEvent::Ended { peer, gets });
+        }
+    }
+
+    /// Copies the payload of a `DATA` frame to the target of its get.
+    fn receive(&mut self, op: OpId, len: usize) -> Result<Ended, LostReason> {
+        let (target_region, target) = {
+            let pending = lock(&self.conn.pending);
+            let Some(get) = pending.gets.get(&op) else {
+                return Err(LostReason::Malformed(format!("data for {op}, which was not asked")));
+            };
+            (get.target_region, get.target.clone())
+        };
+        let wanted = extents_bytes(&target);
+        let Some(memory) =
+            self.links.regions.find(target_region).filter(|_| wanted == len as u64)
+        else {
+            let text = format!("{len} bytes for {op}, which wants {wanted}");
+            return Err(LostReason::Malformed(text));
+        };
+        self.hash.clear();
+        for Extent { offset, len } in target {
+            let mut written = 0;
+            while written < len as usize {
+                // Straight from what the socket gave.
+                let bytes = self.reader.fill_buf().map_err(|error| lost(&error))?;
+                if bytes.is_empty() {
+                    return Err(LostReason::Closed);
+                }
+                let part = &bytes[..bytes.len().min(len as usize - written)];
+                self.hash
+                    .write(&*memory, offset + written as u64, part)
+                    .map_err(|error| LostReason::Io(error.to_string()))?;
+                let part = part.len();
+                self.reader.consume(part);
+                written += part;
+            }
+        }
+        // PD-T2
+        // Removed only now: if the link breaks in the middle, its end answers the get.
+        take_pending(self.conn, op)?;
+        Ok(Ended::done(op, self.hash.finish()))
     }
 }
 
@@ -600,41 +728,4 @@ fn take_pending(conn: &Conn, op: OpId) -> Result<Get, LostReason> {
         .gets
         .remove(&op)
         .ok_or_else(|| LostReason::Malformed(format!("answer to {op}, which was not asked")))
-}
-
-/// Copies the payload of a `DATA` frame to the target of its get.
-fn receive(
-    links: &Links,
-    conn: &Conn,
-    op: OpId,
-    len: usize,
-    reader: &mut impl Read,
-    chunk: &mut [u8],
-) -> Result<(), LostReason> {
-    let (target_region, target) = {
-        let pending = lock(&conn.pending);
-        let Some(get) = pending.gets.get(&op) else {
-            return Err(LostReason::Malformed(format!("data for {op}, which was not asked")));
-        };
-        (get.target_region, get.target.clone())
-    };
-    let wanted: usize = target.iter().map(|extent| extent.len as usize).sum();
-    let Some(memory) = links.regions.find(target_region).filter(|_| wanted == len) else {
-        return Err(LostReason::Malformed(format!("{len} bytes for {op}, which wants {wanted}")));
-    };
-    for Extent { offset, len } in target {
-        let mut written = 0;
-        while written < len as usize {
-            let part = (len as usize - written).min(chunk.len());
-            reader.read_exact(&mut chunk[..part]).map_err(|error| lost(&error))?;
-            write(&*memory, offset + written as u64, &chunk[..part])
-                .map_err(|error| LostReason::Io(error.to_string()))?;
-            written += part;
-        }
-    }
-    // PD-T2
-    // Removed only now: if the link breaks in the middle, its end answers the get.
-    take_pending(conn, op)?;
-    (links.sink)(TransportEvent::GetDone { peer: conn.peer, op });
-    Ok(())
 }

@@ -3,14 +3,15 @@
 //! A get travels as a request; the writing thread of the source's link copies the page out under
 //! its guard and sends it. The fence is the end of that thread.
 
+use crate::copy::Hashing;
 use crate::get::Get;
-use crate::id::PeerId;
+use crate::id::{OpId, PeerId};
 use crate::link::Side;
 use crate::socket::{Conn, GET_BYTES_MAX, Links, Stream, other_greeting};
 use crate::transport::{
     EventSink, LostReason, RegionOwner, Regions, Transport, TransportError, TransportFactory,
 };
-use crate::wire::{ReadRequest, RegionId, extents_bytes};
+use crate::wire::{ReadRequest, RegionId};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
@@ -178,24 +179,16 @@ impl Transport for Tcp {
         self.links.send(to, message)
     }
 
-    fn get(&mut self, from: PeerId, get: Get) -> Result<(), TransportError> {
-        self.links.regions.target(&get)?;
-        let bytes = extents_bytes(&get.source);
-        if bytes > GET_BYTES_MAX {
-            return Err(TransportError::TooLarge { bytes, limit: GET_BYTES_MAX });
-        }
-        let conn = self.links.find(from)?;
-        let op = get.op;
-        let request = ReadRequest {
-            region: get.source_region,
-            extents: get.source.clone(),
-            guard: get.guard,
+    fn hash_with(&mut self, hashing: Hashing) {
+        self.links.hash_with(hashing);
+    }
+
+    fn get_many(&mut self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
+        let read = |get: &Get| {
+            let (region, extents, guard) = (get.source_region, get.source.clone(), get.guard);
+            (get.op, ReadRequest { region, extents, guard })
         };
-        if !conn.begin_get(get) {
-            return Err(TransportError::UnknownPeer(from));
-        }
-        conn.request(op, &request);
-        Ok(())
+        self.links.begin_gets(from, gets, GET_BYTES_MAX, read, |conn, reads| conn.request(&reads))
     }
 
     fn cut(&mut self, peer: PeerId) {

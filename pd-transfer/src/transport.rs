@@ -4,10 +4,11 @@
 //! implementation keeps, and that the conformance suite checks:
 //!
 //! - No call blocks for long; `connect`, `send`, `get` and `cut` answer at once.
-//! - Every accepted `get` is answered exactly once, with `GetDone`, `GetStale`, `GetFailed` or
-//!   `GetLost`, and before the `PeerLost` of its peer. After the answer nothing writes the target any more.
-//! - `GetDone` means: the bytes are in the target, visible to this process, and the guard word had
-//!   the expected value before and after they were copied out.
+//! - Every accepted get is answered exactly once, in an `Ended`, and before the `PeerLost` of its
+//!   peer. After the answer nothing writes the target any more.
+//! - `Done` means: the bytes are in the target, visible to this process, and the guard word had
+//!   the expected value before and after they were copied out. If the transport was given a
+//!   [`Hashing`], the digest is that of the bytes that it put into the target.
 //! - Messages of one peer arrive in order. `PeerUp` comes before, `PeerLost` after everything else
 //!   of a peer, each once. After `PeerLost` no access of that peer to our memory is under way
 //!   (shared memory and UCX: see [`crate::shm`] and [`crate::ucx`]).
@@ -15,7 +16,8 @@
 //!   its sink has stopped blocking, and joins its threads then.
 #![expect(unsafe_code, reason = "declares the unsafe trait of registered memory, implements it")]
 
-use crate::get::Get;
+use crate::copy::Hashing;
+use crate::get::{Digest, Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
 use crate::wire::{Extent, Guard, RegionDesc, RegionId};
@@ -92,6 +94,36 @@ pub enum LostReason {
     ForeignUser(u32),
 }
 
+/// The answer to one get.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ended {
+    /// Which.
+    pub op: OpId,
+    /// How.
+    pub outcome: GetOutcome,
+    /// Of the bytes that landed; only for [`GetOutcome::Done`], and only if the transport has a
+    /// [`Hashing`] whose hashes say anything.
+    pub digest: Option<Digest>,
+}
+
+impl Ended {
+    /// The bytes are there.
+    #[must_use]
+    pub const fn done(op: OpId, digest: Option<Digest>) -> Self {
+        Self { op, outcome: GetOutcome::Done, digest }
+    }
+
+    /// They are not.
+    #[must_use]
+    pub const fn without(op: OpId, outcome: GetOutcome) -> Self {
+        Self { op, outcome, digest: None }
+    }
+}
+
+/// Gets that end together are reported together, up to so many: a report may wake a thread, which
+/// costs as much as the copy of a small page.
+pub(crate) const REPORT_GETS: usize = 64;
+
 /// What a transport reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TransportEvent {
@@ -111,35 +143,12 @@ pub enum TransportEvent {
         /// As passed to `send`.
         bytes: Vec<u8>,
     },
-    /// A get ended well.
-    GetDone {
-        /// From whom.
+    /// Gets ended, in this order.
+    Ended {
+        /// From whom they were.
         peer: PeerId,
-        /// Which.
-        op: OpId,
-    },
-    /// The guard word had another value.
-    GetStale {
-        /// From whom.
-        peer: PeerId,
-        /// Which.
-        op: OpId,
-    },
-    /// The link broke before the get ended; `PeerLost` follows.
-    GetLost {
-        /// From whom.
-        peer: PeerId,
-        /// Which.
-        op: OpId,
-    },
-    /// The get could not be done.
-    GetFailed {
-        /// From whom.
-        peer: PeerId,
-        /// Which.
-        op: OpId,
-        /// Why.
-        error: String,
+        /// At least one.
+        gets: Vec<Ended>,
     },
     /// The link is gone.
     PeerLost {
@@ -238,11 +247,23 @@ pub trait Transport: Send + fmt::Debug {
     /// The link is gone, or the message is too large.
     fn send(&mut self, to: PeerId, message: Vec<u8>) -> Result<(), TransportError>;
 
-    /// Begins to copy from the peer's memory to ours.
+    /// What digests the pages that land, from now on; call it before `listen` and `connect`.
+    fn hash_with(&mut self, hashing: Hashing);
+
+    /// Begins to copy from the peer's memory to ours. Returns the gets that were not taken because
+    /// the link is gone or they are malformed; those get no other answer.
+    fn get_many(&mut self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)>;
+
+    /// [`Self::get_many`] for one.
     ///
     /// # Errors
     /// The link is gone or the get is malformed; no answer follows then.
-    fn get(&mut self, from: PeerId, get: Get) -> Result<(), TransportError>;
+    fn get(&mut self, from: PeerId, get: Get) -> Result<(), TransportError> {
+        match self.get_many(from, vec![get]).pop() {
+            Some((_, error)) => Err(error),
+            None => Ok(()),
+        }
+    }
 
     /// Begins to close a link; `PeerLost` follows. Unknown links are ignored.
     fn cut(&mut self, peer: PeerId);
@@ -300,6 +321,28 @@ impl Regions {
         }
         Ok(memory)
     }
+}
+
+/// Splits gets into those that `check` takes and those that it does not.
+pub(crate) fn sift(
+    gets: Vec<Get>,
+    check: impl Fn(&Get) -> Result<(), TransportError>,
+) -> (Vec<Get>, Vec<(OpId, TransportError)>) {
+    let mut refused = Vec::new();
+    let mut taken = gets;
+    taken.retain(|get| match check(get) {
+        Ok(()) => true,
+        Err(error) => {
+            refused.push((get.op, error));
+            false
+        }
+    });
+    (taken, refused)
+}
+
+/// The answer to gets from a peer that is not there.
+pub(crate) fn no_peer(gets: Vec<Get>, from: PeerId) -> Vec<(OpId, TransportError)> {
+    gets.into_iter().map(|get| (get.op, TransportError::UnknownPeer(from))).collect()
 }
 
 /// Whether an extent lies inside `len` bytes.

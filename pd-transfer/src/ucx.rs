@@ -27,14 +27,15 @@ mod raw;
 mod sys;
 mod totals;
 
+use crate::copy::Hashing;
 use crate::get::Get;
-use crate::id::PeerId;
+use crate::id::{OpId, PeerId};
 use crate::socket::{Conn, GET_BYTES_MAX, Links, Stream};
 use crate::tcp::{Acceptor, connect_to};
 use crate::transport::{
     EventSink, LostReason, RegionOwner, Transport, TransportError, TransportFactory,
 };
-use crate::wire::{RegionId, extents_bytes};
+use crate::wire::RegionId;
 use engine::Engine;
 use std::sync::Arc;
 use std::time::Duration;
@@ -159,19 +160,19 @@ impl Transport for Ucx {
         self.links.send(to, message)
     }
 
-    fn get(&mut self, from: PeerId, get: Get) -> Result<(), TransportError> {
-        self.links.regions.target(&get)?;
-        let bytes = extents_bytes(&get.source);
-        if bytes > GET_BYTES_MAX {
-            return Err(TransportError::TooLarge { bytes, limit: GET_BYTES_MAX });
-        }
-        let conn = self.links.find(from)?;
-        let op = get.op;
-        if !conn.begin_get(get) {
-            return Err(TransportError::UnknownPeer(from));
-        }
-        self.engine.get(conn, op);
-        Ok(())
+    fn hash_with(&mut self, hashing: Hashing) {
+        self.engine.hash_with(hashing);
+    }
+
+    fn get_many(&mut self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
+        let engine = &self.engine;
+        self.links.begin_gets(
+            from,
+            gets,
+            GET_BYTES_MAX,
+            |get| get.op,
+            |conn, ops| engine.get(conn, ops),
+        )
     }
 
     fn cut(&mut self, peer: PeerId) {

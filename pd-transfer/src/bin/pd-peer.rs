@@ -125,7 +125,7 @@ fn start(handle: &DriverHandle, peer: PeerId, n: u64) -> Outcome {
 fn pull(factory: TransportFactory, address: &str) -> Outcome {
     let memory: Arc<dyn RegionOwner> = SharedRegion::new(8 << 20)?;
     let config = config(Role::Decode, &memory)?;
-    let verifier = Arc::new(PageVerifier { regions: vec![Arc::clone(&memory)] });
+    let verifier = Arc::new(PageVerifier);
     let (send, news) = channel();
     let upcalls = {
         let send = send.clone();

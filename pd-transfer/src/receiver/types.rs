@@ -276,10 +276,6 @@ pub enum ReceiverOutput {
         peer: PeerId,
         /// What.
         get: Get,
-        /// The check that follows if it lands, so that it can be made while the bytes are still
-        /// in the cache of whoever copied them. Its `op` is that of the get; the answer belongs to
-        /// the `op` of the [`ReceiverOutput::Verify`] that asks for it.
-        check: Verify,
     },
     /// Check a page; answer with `handle_verified`.
     Verify(Verify),

@@ -5,11 +5,11 @@
 
 use super::Rng;
 use crate::copy::{read, set_guard, write};
-use crate::get::Get;
+use crate::get::{Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
 use crate::transport::{
-    EventSink, HeapRegion, LostReason, RegionOwner, Transport, TransportError, TransportEvent,
+    Ended, EventSink, HeapRegion, LostReason, RegionOwner, Transport, TransportError, TransportEvent,
     TransportFactory,
 };
 use crate::wire::{Extent, Guard, MAX_MESSAGE_BYTES, RegionId};
@@ -42,12 +42,31 @@ struct End {
     memory: Arc<dyn RegionOwner>,
 }
 
+/// A report without gets, or of a single one.
+fn alone(peer: PeerId, get: Ended) -> TransportEvent {
+    TransportEvent::Ended { peer, gets: vec![get] }
+}
+
+fn done(peer: PeerId, op: u64) -> TransportEvent {
+    alone(peer, Ended::done(OpId(op), None))
+}
+
 impl End {
     fn new(factory: TransportFactory, memory: Arc<dyn RegionOwner>) -> Self {
         let (sender, events) = unbounded();
         let sink: EventSink = Arc::new(move |event| {
             // A test that is over does not listen any more.
-            let _ = sender.send(event);
+            match event {
+                TransportEvent::Ended { peer, gets } => {
+                    assert!(!gets.is_empty(), "a report of nothing");
+                    for get in gets {
+                        let _ = sender.send(alone(peer, get));
+                    }
+                }
+                other => {
+                    let _ = sender.send(other);
+                }
+            }
         });
         let mut transport = factory(sink).expect("transport");
         assert_eq!(transport.register(Arc::clone(&memory)).expect("register"), RegionId(0));
@@ -195,11 +214,11 @@ fn gets_bring_the_bytes(subject: &Subject) {
     }
     while !open.is_empty() {
         match pair.target.next() {
-            TransportEvent::GetDone { peer, op } => {
-                assert_eq!(peer, pair.at_source);
-                assert!(open.remove(&op.0), "{op} was answered twice");
+            TransportEvent::Ended { peer, gets } => {
+                assert_eq!((peer, &gets[0].outcome), (pair.at_source, &GetOutcome::Done));
+                assert!(open.remove(&gets[0].op.0), "{} was answered twice", gets[0].op);
             }
-            other => panic!("{other:?} instead of GetDone"),
+            other => panic!("{other:?} instead of the end of a get"),
         }
     }
     for op in 0..200 {
@@ -215,12 +234,12 @@ fn a_changed_guard_is_stale(subject: &Subject) {
     let mut pair = pair(subject);
     let peer = pair.at_source;
     pair.target.transport.get(peer, get(1, &[(4096, 64)], 0, 1)).expect("get");
-    assert_eq!(pair.target.next(), TransportEvent::GetDone { peer, op: OpId(1) });
+    assert_eq!(pair.target.next(), done(peer, 1));
     set_guard(&*pair.source.memory, 0, 2).expect("guard");
     pair.target.transport.get(peer, get(2, &[(4096, 64)], 0, 1)).expect("get");
-    assert_eq!(pair.target.next(), TransportEvent::GetStale { peer, op: OpId(2) });
+    assert_eq!(pair.target.next(), alone(peer, Ended::without(OpId(2), GetOutcome::Stale)));
     pair.target.transport.get(peer, get(3, &[(4096, 64)], 0, 2)).expect("get");
-    assert_eq!(pair.target.next(), TransportEvent::GetDone { peer, op: OpId(3) });
+    assert_eq!(pair.target.next(), done(peer, 3));
 }
 
 /// The owner gives a page away and fills it again, every second time while it is read.
@@ -244,11 +263,12 @@ fn a_reused_page_is_never_done(subject: &Subject) {
         let get = get(generation, &[(4096, PAGE_BYTES as u32)], 0, generation);
         pair.target.transport.get(pair.at_source, get).expect("get");
         match pair.target.next() {
-            TransportEvent::GetDone { .. } => {
+            TransportEvent::Ended { gets, .. } if gets[0].outcome == GetOutcome::Done => {
                 let bytes = pair.target.bytes(0, PAGE_BYTES as u32);
                 assert!(bytes.iter().all(|byte| *byte == generation as u8), "mixed page");
             }
-            TransportEvent::GetStale { .. } if generation % 2 == 1 => {}
+            TransportEvent::Ended { gets, .. }
+                if gets[0].outcome == GetOutcome::Stale && generation % 2 == 1 => {}
             other => panic!("{other:?} of a page that is {generation}"),
         }
         if generation % 2 == 0 {
@@ -274,12 +294,13 @@ fn bad_sources_fail_and_leave_the_link_alone(subject: &Subject) {
         let op = bad.op;
         pair.target.transport.get(peer, bad).expect("taken");
         match pair.target.next() {
-            TransportEvent::GetFailed { op: failed, .. } if failed == op => {}
-            other => panic!("{other:?} instead of GetFailed of {op}"),
+            TransportEvent::Ended { gets, .. }
+                if gets[0].op == op && matches!(gets[0].outcome, GetOutcome::Error(_)) => {}
+            other => panic!("{other:?} instead of an error of {op}"),
         }
     }
     pair.target.transport.get(peer, get(6, &[(4096, 8)], 0, 1)).expect("get");
-    assert_eq!(pair.target.next(), TransportEvent::GetDone { peer, op: OpId(6) });
+    assert_eq!(pair.target.next(), done(peer, 6));
 }
 
 // PD-T5
@@ -298,7 +319,7 @@ fn malformed_gets_are_refused_at_once(subject: &Subject) {
     let unknown = pair.target.transport.get(PeerId(u64::MAX), get(5, &[(0, 8)], 0, 1));
     assert!(matches!(unknown, Err(TransportError::UnknownPeer(_))), "{unknown:?}");
     pair.target.transport.get(peer, get(6, &[(4096, 8)], 0, 1)).expect("get");
-    assert_eq!(pair.target.next(), TransportEvent::GetDone { peer, op: OpId(6) });
+    assert_eq!(pair.target.next(), done(peer, 6));
 }
 
 /// Every get that was taken is answered once, and the loss comes last.
@@ -307,8 +328,10 @@ fn drain(pair: &mut Pair, taken: u64) {
     let mut answered = BTreeSet::new();
     let why = loop {
         match pair.target.next() {
-            TransportEvent::GetDone { op, .. } | TransportEvent::GetLost { op, .. } => {
-                assert!(answered.insert(op), "{op} was answered twice");
+            TransportEvent::Ended { gets, .. }
+                if matches!(gets[0].outcome, GetOutcome::Done | GetOutcome::Lost) =>
+            {
+                assert!(answered.insert(gets[0].op), "{} was answered twice", gets[0].op);
             }
             TransportEvent::PeerLost { why, .. } => break why,
             other => panic!("{other:?}"),
@@ -362,7 +385,7 @@ fn links_are_independent(subject: &Subject) {
     pair.source.lost(pair.at_target);
     pair.target.lost(pair.at_source);
     other.transport.get(peer, get(1, &[(4096, 64)], 0, 1)).expect("get");
-    assert_eq!(other.next(), TransportEvent::GetDone { peer, op: OpId(1) });
+    assert_eq!(other.next(), done(peer, 1));
     assert_eq!(other.bytes(0, 64), pair.source.bytes(4096, 64));
     pair.source.transport.send(at_other, vec![5]).expect("send");
     assert_eq!(other.next(), TransportEvent::Message { peer, bytes: vec![5] });

@@ -1,10 +1,11 @@
 //! A transport that damages what chosen gets brought, after it landed and before it is reported.
 
-use crate::copy::{read, write};
-use crate::get::Get;
+use crate::copy::{Careful, Hashing, plain, read, write};
+use crate::get::{Digest, Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::transport::{
-    EventSink, RegionOwner, Regions, Transport, TransportError, TransportEvent, TransportFactory,
+    Ended, EventSink, RegionOwner, Regions, Transport, TransportError, TransportEvent,
+    TransportFactory, sift,
 };
 use crate::wire::{Extent, RegionId};
 use std::collections::BTreeMap;
@@ -41,6 +42,7 @@ struct State {
     targets: BTreeMap<(PeerId, OpId), (RegionId, Vec<Extent>)>,
     last: Vec<u8>,
     regions: Regions,
+    hash: Careful,
 }
 
 impl State {
@@ -54,8 +56,9 @@ impl State {
         bytes
     }
 
-    fn landed(&mut self, peer: PeerId, op: OpId) {
-        let Some((region, target)) = self.targets.remove(&(peer, op)) else { return };
+    /// What becomes of the digest of a get that landed: that of the damaged bytes.
+    fn landed(&mut self, peer: PeerId, op: OpId, digest: Option<Digest>) -> Option<Digest> {
+        let (region, target) = self.targets.remove(&(peer, op))?;
         let landed = self.bytes(region, &target);
         if let Some(Marked { fault, region, target, before }) = self.marked.remove(&(peer, op)) {
             let mut bytes = landed.clone();
@@ -74,13 +77,26 @@ impl State {
             }
             let memory = self.regions.find(region).expect("the transport took the get");
             let mut rest = &bytes[..];
-            for extent in target {
+            for extent in &target {
                 let (part, tail) = rest.split_at(extent.len as usize);
                 write(&*memory, extent.offset, part).expect("the transport took the get");
                 rest = tail;
             }
+            self.last = landed;
+            self.hash.read(&*memory, &target).expect("the transport took the get");
+            return self.hash.finish();
         }
         self.last = landed;
+        digest
+    }
+
+    fn ended(&mut self, peer: PeerId, get: &mut Ended) {
+        if get.outcome == GetOutcome::Done {
+            get.digest = self.landed(peer, get.op, get.digest);
+        } else {
+            self.targets.remove(&(peer, get.op));
+            self.marked.remove(&(peer, get.op));
+        }
     }
 }
 
@@ -112,21 +128,13 @@ impl Faulty {
                 targets: BTreeMap::new(),
                 last: Vec::new(),
                 regions: Regions::default(),
+                hash: Careful::new(plain()),
             }));
             let seen = Arc::clone(&state);
-            let filter: EventSink = Arc::new(move |event| {
-                match &event {
-                    TransportEvent::GetDone { peer, op } => lock(&seen).landed(*peer, *op),
-                    TransportEvent::GetStale { peer, op }
-                    | TransportEvent::GetLost { peer, op }
-                    | TransportEvent::GetFailed { peer, op, .. } => {
-                        let mut state = lock(&seen);
-                        state.targets.remove(&(*peer, *op));
-                        state.marked.remove(&(*peer, *op));
-                    }
-                    TransportEvent::PeerUp { .. }
-                    | TransportEvent::Message { .. }
-                    | TransportEvent::PeerLost { .. } => {}
+            let filter: EventSink = Arc::new(move |mut event| {
+                if let TransportEvent::Ended { peer, gets } = &mut event {
+                    let mut state = lock(&seen);
+                    gets.iter_mut().for_each(|get| state.ended(*peer, get));
                 }
                 sink(event);
             });
@@ -157,26 +165,36 @@ impl Transport for Faulty {
         self.inner.send(to, message)
     }
 
-    fn get(&mut self, from: PeerId, get: Get) -> Result<(), TransportError> {
+    fn hash_with(&mut self, hashing: Hashing) {
+        lock(&self.state).hash = Careful::new(Arc::clone(&hashing));
+        self.inner.hash_with(hashing);
+    }
+
+    fn get_many(&mut self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
+        let mut guard = lock(&self.state);
+        let state = &mut *guard;
+        let regions = state.regions.clone();
+        let (gets, mut refused) = sift(gets, |get| regions.target(get).map(drop));
+        for get in &gets {
+            let (region, target) = (get.target_region, get.target.clone());
+            let count = state.count;
+            state.count += 1;
+            if let Some(fault) = (state.choose)(count, get) {
+                let before = state.bytes(region, &target);
+                let marked = Marked { fault, region, target: target.clone(), before };
+                state.marked.insert((from, get.op), marked);
+            }
+            state.targets.insert((from, get.op), (region, target));
+        }
+        drop(guard);
+        let not_taken = self.inner.get_many(from, gets);
         let mut state = lock(&self.state);
-        state.regions.target(&get)?;
-        let (op, region, target) = (get.op, get.target_region, get.target.clone());
-        let count = state.count;
-        state.count += 1;
-        if let Some(fault) = (state.choose)(count, &get) {
-            let before = state.bytes(region, &target);
-            let marked = Marked { fault, region, target: target.clone(), before };
-            state.marked.insert((from, op), marked);
+        for (op, _) in &not_taken {
+            state.targets.remove(&(from, *op));
+            state.marked.remove(&(from, *op));
         }
-        state.targets.insert((from, op), (region, target));
-        drop(state);
-        let result = self.inner.get(from, get);
-        if result.is_err() {
-            let mut state = lock(&self.state);
-            state.targets.remove(&(from, op));
-            state.marked.remove(&(from, op));
-        }
-        result
+        refused.extend(not_taken);
+        refused
     }
 
     fn cut(&mut self, peer: PeerId) {

@@ -2,9 +2,10 @@
 //! that serves them on request.
 
 use super::Rng;
-use crate::copy::{read, set_guard, write};
+use crate::copy::{Bounced, PageHash, Plain, StreamHash, set_guard, write};
 use crate::driver::{DriverHandle, UpcallSink, Verifier};
 use crate::endpoint::Upcall;
+use crate::get::Digest;
 use crate::hash::hash128;
 use crate::receiver::Target;
 use crate::receiver::Verify;
@@ -84,7 +85,11 @@ pub fn page_bytes(attempt: AttemptId, n: u32, len: usize) -> Vec<u8> {
 /// The tag of a page with these bytes at this place.
 #[must_use]
 pub fn tag(key: &Key, bytes: &[u8]) -> Tag {
-    let mut all = hash128(bytes).to_vec();
+    tag_of(key, &hash128(bytes))
+}
+
+fn tag_of(key: &Key, digest: &Digest) -> Tag {
+    let mut all = digest.to_vec();
     all.extend_from_slice(&key.0);
     Tag(hash128(&all))
 }
@@ -105,23 +110,31 @@ pub fn targets(request: Request, region: RegionId, offset: u64) -> Vec<Target> {
         .collect()
 }
 
-/// Checks pages by [`tag`].
-#[derive(Debug)]
-pub struct PageVerifier {
-    /// The regions, as registered.
-    pub regions: Vec<Arc<dyn RegionOwner>>,
+/// [`hash128`] of all bytes of a page.
+#[derive(Clone, Debug, Default)]
+pub struct Whole(Vec<u8>);
+
+impl StreamHash for Whole {
+    fn update(&mut self, bytes: &[u8]) {
+        self.0.extend_from_slice(bytes);
+    }
+
+    fn finish(&mut self) -> Digest {
+        hash128(&std::mem::take(&mut self.0))
+    }
 }
 
+/// Checks pages by [`tag`].
+#[derive(Clone, Copy, Debug)]
+pub struct PageVerifier;
+
 impl Verifier for PageVerifier {
-    fn verify(&self, page: &Verify) -> bool {
-        let Some(memory) = self.regions.get(page.region.0 as usize) else { return false };
-        let mut bytes = Vec::new();
-        for extent in &page.extents {
-            if read(&**memory, extent, &mut bytes).is_err() {
-                return false;
-            }
-        }
-        tag(&page.key, &bytes) == page.tag
+    fn hash(&self) -> Box<dyn PageHash> {
+        Box::new(Bounced::new(Whole::default()))
+    }
+
+    fn verify(&self, page: &Verify, digest: Option<Digest>) -> bool {
+        digest.is_some_and(|digest| tag_of(&page.key, &digest) == page.tag)
     }
 }
 
@@ -130,7 +143,11 @@ impl Verifier for PageVerifier {
 pub struct Trusting;
 
 impl Verifier for Trusting {
-    fn verify(&self, _: &Verify) -> bool {
+    fn hash(&self) -> Box<dyn PageHash> {
+        Box::new(Plain)
+    }
+
+    fn verify(&self, _: &Verify, _: Option<Digest>) -> bool {
         true
     }
 }

@@ -3,15 +3,17 @@
 
 use super::UcxError;
 use super::hello::Card;
-use super::job::{End, Job, Next};
+use super::job::{Batch, End, Next, WORDS_BYTES};
 use super::raw::{Event, NotBegun, RemoteRegion, Ucp};
 use super::sys::{Api, Version};
 use super::totals::Totals;
-use crate::copy::read;
+use crate::copy::{Careful, Hashing, plain, read};
+use crate::get::{Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::socket::{Conn, lock};
 use crate::transport::{
-    EventSink, HeapRegion, LostReason, RegionOwner, TransportError, TransportEvent,
+    Ended, EventSink, HeapRegion, LostReason, REPORT_GETS, RegionOwner, TransportError,
+    TransportEvent, guard_inside, inside,
 };
 use crate::wire::Extent;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
@@ -23,8 +25,9 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// Gets under way at once, over all peers; as many as the receiver's default.
-const JOBS_MAX: usize = 64;
+/// Batches under way at once, over all peers. With several, the guard words of one are fetched
+/// while the data of another moves.
+const BATCHES_MAX: usize = 8;
 /// Commands taken before UCX gets its turn.
 const COMMANDS_AT_ONCE: usize = 64;
 /// Turns without anything to do before the thread lets others run between turns, and before it
@@ -35,11 +38,11 @@ const IDLE_TURNS_MAX: u32 = 256;
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 /// The same while gets are under way, in case a transport wakes nobody.
 const SLEEP_BUSY_MAX: Duration = Duration::from_millis(10);
-/// Mapped memory 0 of both sides holds guard words that landed; region `n` of the transport is
+/// Mapped memory 0 of both sides holds guard words that landed, by batch; region `n` of the transport is
 /// `n + 1`.
 const WORDS: usize = 0;
 /// Tokens from here on are of the first get of the peer with the rest as its number.
-const FIRST_GETS: usize = JOBS_MAX;
+const FIRST_GETS: usize = BATCHES_MAX;
 /// How long the first get of a link may take.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -47,7 +50,8 @@ const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
 enum Command {
     Register { memory: Arc<dyn RegionOwner>, answer: Sender<Result<(), UcxError>> },
     Open { conn: Arc<Conn>, card: Card, answer: Sender<Result<(), UcxError>> },
-    Get { conn: Arc<Conn>, op: OpId },
+    Hash(Hashing),
+    Gets { conn: Arc<Conn>, ops: Vec<OpId> },
     Close { peer: PeerId, answer: Sender<()> },
     Stop,
 }
@@ -141,9 +145,14 @@ impl Engine {
         answered.recv_timeout(OPEN_TIMEOUT).map_err(|_| UcxError::NoAnswer)?
     }
 
-    /// Begins a get that the link has noted.
-    pub(super) fn get(&self, conn: Arc<Conn>, op: OpId) {
-        self.tell(Command::Get { conn, op });
+    /// What digests pages that land.
+    pub(super) fn hash_with(&self, hashing: Hashing) {
+        self.tell(Command::Hash(hashing));
+    }
+
+    /// Begins gets that the link has noted.
+    pub(super) fn get(&self, conn: Arc<Conn>, ops: Vec<OpId>) {
+        self.tell(Command::Gets { conn, ops });
     }
 
     /// Closes the endpoint of a peer; returns when no request of it is under way and its gets are
@@ -188,7 +197,7 @@ struct Peer {
 
 struct Running {
     conn: Arc<Conn>,
-    job: Job,
+    batch: Batch,
 }
 
 /// What the thread owns. Fields are dropped in order: UCX ends before the words that it writes.
@@ -197,9 +206,11 @@ struct Turn {
     outputs: Outputs,
     words: Arc<HeapRegion>,
     peers: BTreeMap<PeerId, Peer>,
-    waiting: VecDeque<(Arc<Conn>, OpId)>,
-    /// By slot, which is the token of their requests and the place of their guard word.
-    jobs: Vec<Option<Running>>,
+    regions: Vec<Arc<dyn RegionOwner>>,
+    hash: Careful,
+    waiting: VecDeque<(Arc<Conn>, Vec<OpId>)>,
+    /// By slot, which is the token of their requests and the place of their guard words.
+    batches: Vec<Option<Running>>,
     free: Vec<usize>,
     events: Vec<Event>,
     is_ending: bool,
@@ -208,8 +219,8 @@ struct Turn {
 impl Turn {
     fn new(api: &'static Api, outputs: Outputs) -> Result<Self, UcxError> {
         let mut ucp = Ucp::new(api)?;
-        // One per job, and one for first gets, whose value does not matter.
-        let words = HeapRegion::new(8 * (JOBS_MAX + 1));
+        // Room for each batch, and a word for first gets, whose value does not matter.
+        let words = HeapRegion::new(BATCHES_MAX * WORDS_BYTES as usize + 8);
         lock(&outputs.card).address = ucp.address()?;
         let memory = Arc::clone(&words) as Arc<dyn RegionOwner>;
         map(&mut ucp, &outputs, memory)?;
@@ -218,9 +229,11 @@ impl Turn {
             outputs,
             words,
             peers: BTreeMap::new(),
+            regions: Vec::new(),
+            hash: Careful::new(plain()),
             waiting: VecDeque::new(),
-            jobs: (0..JOBS_MAX).map(|_| None).collect(),
-            free: (0..JOBS_MAX).rev().collect(),
+            batches: (0..BATCHES_MAX).map(|_| None).collect(),
+            free: (0..BATCHES_MAX).rev().collect(),
             events: Vec::new(),
             is_ending: false,
         })
@@ -243,7 +256,7 @@ impl Turn {
             // Said before the last look at the queue: a command that comes later wakes us.
             wake.is_asleep.store(true, Ordering::SeqCst);
             if commands.is_empty() {
-                let is_busy = self.free.len() < JOBS_MAX;
+                let is_busy = self.free.len() < BATCHES_MAX;
                 self.ucp.wait(wake.fd.as_fd(), if is_busy { SLEEP_BUSY_MAX } else { SLEEP_MAX });
             }
             wake.is_asleep.store(false, Ordering::SeqCst);
@@ -259,7 +272,7 @@ impl Turn {
             has_worked = true;
             self.handle(command);
         }
-        has_worked |= self.begin_jobs();
+        has_worked |= self.begin_batches();
         let mut events = std::mem::take(&mut self.events);
         has_worked |= self.ucp.progress(&mut events);
         for event in events.drain(..) {
@@ -272,11 +285,16 @@ impl Turn {
     fn handle(&mut self, command: Command) {
         match command {
             Command::Register { memory, answer } => {
+                self.regions.push(Arc::clone(&memory));
                 // The caller waits for the answer, as the ones below do.
                 let _ = answer.send(map(&mut self.ucp, &self.outputs, memory));
             }
             Command::Open { conn, card, answer } => self.open(conn, card, answer),
-            Command::Get { conn, op } => self.waiting.push_back((conn, op)),
+            Command::Hash(hashing) => self.hash = Careful::new(hashing),
+            Command::Gets { conn, ops } => {
+                let batches = ops.chunks(REPORT_GETS).map(|ops| (Arc::clone(&conn), ops.to_vec()));
+                self.waiting.extend(batches);
+            }
             Command::Close { peer, answer } => match self.peers.get_mut(&peer) {
                 Some(entry) if self.ucp.close(peer.0) => {
                     entry.opening = None;
@@ -295,7 +313,7 @@ impl Turn {
     fn open(&mut self, conn: Arc<Conn>, card: Card, answer: Sender<Result<(), UcxError>>) {
         let peer = conn.peer;
         let begun = self.ucp.connect(peer.0, &card.address, card.regions).and_then(|()| {
-            let (source, target) = ((WORDS, 0), (WORDS, 8 * JOBS_MAX as u64));
+            let (source, target) = ((WORDS, 0), (WORDS, BATCHES_MAX as u64 * WORDS_BYTES));
             self.ucp
                 .get(peer.0, source, target, 8, FIRST_GETS + peer.0 as usize)
                 .map_err(|(NotBegun::Refused(text) | NotBegun::Broken(text))| first_get(text))
@@ -310,25 +328,49 @@ impl Turn {
         self.peers.insert(peer, entry);
     }
 
-    fn begin_jobs(&mut self) -> bool {
+    fn begin_batches(&mut self) -> bool {
         let mut has_begun = false;
         while !self.free.is_empty()
-            && let Some((conn, op)) = self.waiting.pop_front()
+            && let Some((conn, ops)) = self.waiting.pop_front()
         {
-            // A link that ended has answered the get already.
-            let Some(get) = conn.take_get(op) else { continue };
-            let Some(slot) = self.free.pop() else { continue };
-            let mut job = Job::new(get);
-            if self.peers.get(&conn.peer).is_none_or(|peer| peer.opening.is_some()) {
-                job.give_up(End::Failed(String::from("the link is not up yet")));
+            // A link that ended has answered its gets already.
+            let gets = conn.take_gets(&ops);
+            if gets.is_empty() {
+                continue;
             }
-            Totals::add(&self.outputs.totals.gets, 1);
-            Totals::add(&self.outputs.totals.extents, job.get.source.len() as u64);
-            self.jobs[slot] = Some(Running { conn, job });
+            let Some(slot) = self.free.pop() else { continue };
+            let extents: usize = gets.iter().map(|get| get.source.len()).sum();
+            Totals::add(&self.outputs.totals.gets, gets.len() as u64);
+            Totals::add(&self.outputs.totals.extents, extents as u64);
+            let is_up = self.peers.get(&conn.peer).is_some_and(|peer| peer.opening.is_none());
+            let batch = Batch::new(gets, |get| {
+                if is_up { self.check(conn.peer, get) } else { Err("the link is not up yet".into()) }
+            });
+            self.batches[slot] = Some(Running { conn, batch });
             self.advance(slot);
             has_begun = true;
         }
         has_begun
+    }
+
+    /// Whether the peer has what a get names.
+    // PD-T4
+    fn check(&self, peer: PeerId, get: &Get) -> Result<(), String> {
+        let region = |region: crate::wire::RegionId| {
+            let bytes = self.ucp.remote_bytes(peer.0, WORDS + 1 + region.0 as usize);
+            bytes.ok_or_else(|| format!("the peer has no region {}", region.0))
+        };
+        let (guards, source) = (region(get.guard.region)?, region(get.source_region)?);
+        if !guard_inside(&get.guard, guards) {
+            let at = get.guard.offset;
+            return Err(format!("guard at {at} is outside a region of {guards} bytes, or misaligned"));
+        }
+        match get.source.iter().find(|extent| !inside(extent, source)) {
+            Some(Extent { offset, len }) => {
+                Err(format!("{offset} + {len} is outside a region of {source} bytes"))
+            }
+            None => Ok(()),
+        }
     }
 
     fn handle_event(&mut self, event: Event) {
@@ -340,10 +382,10 @@ impl Turn {
                 }
             }
             Event::Got { token: slot, error } => {
-                if let Some(running) = self.jobs.get_mut(slot).and_then(Option::as_mut) {
+                if let Some(running) = self.batches.get_mut(slot).and_then(Option::as_mut) {
                     match error {
-                        None => running.job.handle_landed(),
-                        Some(error) => running.job.handle_failed(End::Lost(error)),
+                        None => running.batch.handle_landed(),
+                        Some(error) => running.lost(&error),
                     }
                     self.advance(slot);
                 }
@@ -363,68 +405,77 @@ impl Turn {
         }
     }
 
-    /// Begins whatever the job in `slot` can do now, and answers it if it has ended.
+    /// Begins whatever the batch in `slot` can do now, and answers it if it is over.
     fn advance(&mut self, slot: usize) {
+        let words_at = slot as u64 * WORDS_BYTES;
         loop {
-            let word = self.word(slot);
-            let Some(Running { conn, job }) = self.jobs[slot].as_mut() else { return };
-            let next = job.poll_next(word);
+            let Some(running) = self.batches[slot].as_mut() else { return };
+            let words = &*self.words;
+            let next = running.batch.poll_next(|at| word(words, words_at + at));
+            let region = |region: crate::wire::RegionId| WORDS + 1 + region.0 as usize;
             let (source, target, bytes) = match next {
                 Next::Wait => return,
-                Next::End(end) => return self.answer(slot, end),
-                Next::Guard => {
-                    let guard = &job.get.guard;
-                    if !guard.offset.is_multiple_of(8) {
-                        let text = format!("guard at {} is misaligned", guard.offset);
-                        job.handle_failed(End::Failed(text));
-                        continue;
-                    }
-                    let region = WORDS + 1 + guard.region.0 as usize;
-                    ((region, guard.offset), (WORDS, 8 * slot as u64), 8)
+                Next::Over => return self.answer(slot),
+                Next::Words(span) => {
+                    let source = (region(span.region), span.offset);
+                    (source, (WORDS, words_at + span.at), span.bytes)
                 }
                 Next::Data(run) => {
-                    let target = WORDS + 1 + job.get.target_region.0 as usize;
-                    let source = WORDS + 1 + job.get.source_region.0 as usize;
-                    ((source, run.source), (target, run.target), run.bytes)
+                    let source = (region(run.source_region), run.source);
+                    (source, (region(run.target_region), run.target), run.bytes)
                 }
             };
-            match self.ucp.get(conn.peer.0, source, target, bytes, slot) {
+            match self.ucp.get(running.conn.peer.0, source, target, bytes, slot) {
                 Ok(is_done) => {
                     Totals::add(&self.outputs.totals.posts, 1);
                     Totals::add(&self.outputs.totals.bytes_posted, bytes);
                     if is_done {
-                        job.handle_landed();
+                        running.batch.handle_landed();
                     }
                 }
-                Err(NotBegun::Refused(text)) => job.handle_failed(End::Failed(text)),
-                Err(NotBegun::Broken(text)) => job.handle_failed(End::Lost(text)),
+                Err(NotBegun::Refused(text)) => running.batch.handle_refused(&text),
+                Err(NotBegun::Broken(text)) => running.lost(&text),
             }
         }
     }
 
-    /// The guard word that landed last for the job in `slot`.
-    fn word(&self, slot: usize) -> u64 {
-        let mut bytes = Vec::with_capacity(8);
-        let at = Extent { offset: 8 * slot as u64, len: 8 };
-        read(&*self.words, &at, &mut bytes).expect("there is a word for each slot");
-        u64::from_ne_bytes(bytes.try_into().expect("eight bytes were read"))
-    }
-
-    fn answer(&mut self, slot: usize, end: End) {
-        let Some(Running { conn, job }) = self.jobs[slot].take() else { return };
+    fn answer(&mut self, slot: usize) {
+        let Some(Running { conn, batch }) = self.batches[slot].take() else { return };
         self.free.push(slot);
-        let (peer, op) = (conn.peer, job.get.op);
-        let event = match end {
-            End::Done => TransportEvent::GetDone { peer, op },
-            End::Stale => TransportEvent::GetStale { peer, op },
-            End::Failed(error) => TransportEvent::GetFailed { peer, op, error },
-            End::Lost(error) => {
-                // The loss of the link has to follow.
-                conn.abort(LostReason::Io(format!("ucx: {error}")));
-                TransportEvent::GetLost { peer, op }
-            }
-        };
-        (self.outputs.sink)(event);
-        conn.put_back();
+        let mut gets = Vec::new();
+        for (get, end) in batch.into_ends() {
+            let outcome = match end {
+                End::Done => {
+                    let region = self.regions.get(get.target_region.0 as usize);
+                    let is_read =
+                        region.is_some_and(|region| self.hash.read(&**region, &get.target).is_ok());
+                    let digest = self.hash.finish().filter(|_| is_read);
+                    gets.push(Ended::done(get.op, digest));
+                    continue;
+                }
+                End::Stale => GetOutcome::Stale,
+                End::Failed(error) => GetOutcome::Error(error),
+                End::Lost => GetOutcome::Lost,
+            };
+            gets.push(Ended::without(get.op, outcome));
+        }
+        let count = gets.len();
+        (self.outputs.sink)(TransportEvent::Ended { peer: conn.peer, gets });
+        conn.put_back(count);
     }
+}
+
+impl Running {
+    /// The link is broken; its loss has to follow.
+    fn lost(&mut self, error: &str) {
+        self.batch.handle_lost();
+        self.conn.abort(LostReason::Io(format!("ucx: {error}")));
+    }
+}
+
+/// A guard word that landed.
+fn word(words: &HeapRegion, offset: u64) -> u64 {
+    let mut bytes = Vec::with_capacity(8);
+    read(words, &Extent { offset, len: 8 }, &mut bytes).expect("there is room for each batch");
+    u64::from_ne_bytes(bytes.try_into().expect("eight bytes were read"))
 }

@@ -309,6 +309,11 @@ impl Ucp {
         flight
     }
 
+    /// Bytes of a peer's region.
+    pub(super) fn remote_bytes(&self, endpoint: u64, region: usize) -> Option<u64> {
+        self.endpoints.get(&endpoint)?.regions.get(region).map(|(remote, _)| remote.bytes)
+    }
+
     /// Begins to copy `bytes` from a peer's region to a mapped one. True if it is done already,
     /// otherwise [`Event::Got`] follows with the token.
     pub(super) fn get(

@@ -8,7 +8,7 @@ counters! {
     UcxCounters {
         gets: "Page reads that were begun over UCX.",
         extents: "Ranges of bytes in them.",
-        posts: "Transfers given to UCX: joined ranges, and each guard word twice.",
+        posts: "Transfers given to UCX: runs of neighbouring pages, and guard words before and after.",
         bytes_posted: "Bytes of those.",
     }
 }

@@ -3,9 +3,11 @@
 
 use crate::it::side::{Prefill, Side, attempt, layout};
 use crossbeam_channel::{Receiver, unbounded};
-use pd_transfer::copy::{Copied, guarded_copy, read, set_guard, write};
+use pd_transfer::copy::{
+    Bounced, Copied, PageHash, StreamHash, guarded_copy, read, set_guard, write,
+};
 use pd_transfer::driver::Verifier;
-use pd_transfer::get::Get;
+use pd_transfer::get::{Digest, Get, GetOutcome};
 use pd_transfer::id::OpId;
 use pd_transfer::inprocess::InProcessNet;
 use pd_transfer::receiver::{FailReason, Verify};
@@ -13,7 +15,7 @@ use pd_transfer::sender::SenderConfig;
 use pd_transfer::shm::{SharedRegion, Shm};
 use pd_transfer::tcp::Tcp;
 use pd_transfer::testing::conformance::PATIENCE;
-use pd_transfer::testing::pages::{Request, targets};
+use pd_transfer::testing::pages::{PageVerifier, Request, targets};
 use pd_transfer::transport::{HeapRegion, Transport, TransportEvent, TransportFactory};
 use pd_transfer::wire::{Extent, Guard, RegionId};
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -89,13 +91,14 @@ fn nothing_is_read_after_the_loss(source: TransportFactory, target: TransportFac
     write(&*old, 8, &vec![0xBB; bytes - 8]).unwrap();
     loop {
         match target_events.recv_timeout(PATIENCE).unwrap() {
-            TransportEvent::GetDone { op, .. } => {
-                let mut page = Vec::new();
-                let extent = Extent { offset: op.0 * u64::from(PAGE), len: PAGE };
-                read(&*landed, &extent, &mut page).unwrap();
-                assert!(page.iter().all(|byte| *byte == 0xAA), "{op} read the next use");
+            TransportEvent::Ended { gets, .. } => {
+                for get in gets.into_iter().filter(|get| get.outcome == GetOutcome::Done) {
+                    let mut page = Vec::new();
+                    let extent = Extent { offset: get.op.0 * u64::from(PAGE), len: PAGE };
+                    read(&*landed, &extent, &mut page).unwrap();
+                    assert!(page.iter().all(|byte| *byte == 0xAA), "{} read the next use", get.op);
+                }
             }
-            TransportEvent::GetLost { .. } => {}
             TransportEvent::PeerLost { .. } => return,
             other => panic!("{other:?}"),
         }
@@ -155,19 +158,46 @@ fn memory_that_could_shrink_under_the_reader_is_not_mapped() {
     assert!(events.is_empty());
 }
 
-struct Dying;
+/// Dies when it is asked, or while it digests.
+struct Dying {
+    in_hash: bool,
+}
+
+struct DyingHash;
+
+impl StreamHash for DyingHash {
+    fn update(&mut self, bytes: &[u8]) {
+        panic!("a hash that dies on {} bytes", bytes.len())
+    }
+
+    fn finish(&mut self) -> Digest {
+        [0; 16]
+    }
+}
 
 impl Verifier for Dying {
-    fn verify(&self, page: &Verify) -> bool {
-        panic!("a verifier that dies on {}", page.key)
+    fn hash(&self) -> Box<dyn PageHash> {
+        if self.in_hash { Box::new(Bounced::new(DyingHash)) } else { PageVerifier.hash() }
+    }
+
+    fn verify(&self, page: &Verify, digest: Option<Digest>) -> bool {
+        assert!(self.in_hash, "a verifier that dies on {}", page.key);
+        // A page without a digest is asked for too; nothing vouches for it.
+        digest.is_some()
     }
 }
 
 // PD-V6
 #[test]
 fn a_verifier_that_dies_has_said_no() {
+    for in_hash in [false, true] {
+        says_no(Arc::new(Dying { in_hash }));
+    }
+}
+
+fn says_no(dying: Arc<Dying>) {
     let prefill = Prefill::new(Tcp::factory(), "127.0.0.1:0", SenderConfig::default());
-    let mut decode = Side::decode(Tcp::factory(), Some(Arc::new(Dying)), layout());
+    let mut decode = Side::decode(Tcp::factory(), Some(dying), layout());
     decode.connect(prefill.address());
     let request = Request { pages: 1, page_bytes: 64 };
     decode.start(attempt(1), request);

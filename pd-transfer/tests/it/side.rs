@@ -103,8 +103,7 @@ impl Side {
         layout: ([u8; 16], &str),
     ) -> Self {
         let memory: Arc<dyn RegionOwner> = SharedRegion::new(16 << 20).unwrap();
-        let verifier = verifier
-            .unwrap_or_else(|| Arc::new(PageVerifier { regions: vec![Arc::clone(&memory)] }));
+        let verifier = verifier.unwrap_or_else(|| Arc::new(PageVerifier));
         let (send, news) = channel();
         let config = config(Role::Decode, layout, Arc::clone(&memory));
         let handle = Driver::spawn(config, factory, verifier, forward(send)).unwrap();
