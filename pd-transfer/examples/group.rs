@@ -1,14 +1,15 @@
 //! A decode worker of two ranks pulls one prompt from a prefill worker of three ranks over TCP. One
 //! prefill rank leaves in the middle, and the request completes in a second round without it.
 
-use pd_transfer::copy::{read, set_guard, write};
+use pd_transfer::copy::{Bounced, PageHash, StreamHash, set_guard, write};
 use pd_transfer::driver::{Driver, DriverConfig, DriverHandle, Verifier};
 use pd_transfer::endpoint::Upcall;
+use pd_transfer::get::Digest;
 use pd_transfer::group::{
     FanOut, FanOutConfig, FanOutOutput, GroupOutput, GroupStart, Join, Rank, RankGroup,
     RankGroupConfig, RequestId, RequestKey, Source,
 };
-use pd_transfer::hash::hash128;
+use pd_transfer::hash::{Hash128, hash128};
 use pd_transfer::id::Time;
 use pd_transfer::receiver::{Start, Target, Verify};
 use pd_transfer::tcp::Tcp;
@@ -39,20 +40,35 @@ struct Node {
     memory: Arc<HeapRegion>,
 }
 
-#[derive(Debug)]
-struct ByTag(Arc<HeapRegion>);
+/// The digest of a page, taken while it is copied.
+#[derive(Default)]
+struct Pieces(Hash128);
+
+impl StreamHash for Pieces {
+    fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    fn finish(&mut self) -> Digest {
+        std::mem::take(&mut self.0).finish()
+    }
+}
+
+struct ByTag;
 
 impl Verifier for ByTag {
-    fn verify(&self, page: &Verify) -> bool {
-        tag(&self.0, page.key, &page.extents) == Some(page.tag)
+    fn hash(&self) -> Box<dyn PageHash> {
+        Box::new(Bounced::new(Pieces::default()))
+    }
+
+    fn verify(&self, page: &Verify, digest: Option<Digest>) -> bool {
+        digest.is_some_and(|digest| tag(page.key, &digest) == page.tag)
     }
 }
 
 /// A real tag also mixes in layout, cache, layer and tokens.
-fn tag(memory: &HeapRegion, key: Key, extents: &[Extent]) -> Option<Tag> {
-    let mut bytes = key.0.to_vec();
-    extents.iter().try_for_each(|extent| read(memory, extent, &mut bytes)).ok()?;
-    Some(Tag(hash128(&bytes)))
+fn tag(key: Key, digest: &Digest) -> Tag {
+    Tag(hash128(&[key.0, *digest].concat()))
 }
 
 fn extent(n: u8) -> Extent {
@@ -67,12 +83,11 @@ fn node(role: Role, rank: Rank, news: Sender<News>) -> Outcome<Node> {
     let mut config = DriverConfig::new(role, incarnation, Fingerprint([1; 16]), layout);
     config.regions = vec![Arc::clone(&memory) as Arc<dyn RegionOwner>];
     config.listen = role.sends().then(|| String::from("127.0.0.1:0"));
-    let verifier = Arc::new(ByTag(Arc::clone(&memory)));
     let upcalls = Arc::new(move |upcall| {
         // At the end of the example nobody listens.
         let _ = news.send((rank, upcall));
     });
-    let handle = Driver::spawn(config, Tcp::factory(), verifier, upcalls)?;
+    let handle = Driver::spawn(config, Tcp::factory(), Arc::new(ByTag), upcalls)?;
     Ok(Node { handle, memory })
 }
 
@@ -81,11 +96,12 @@ fn compute(memory: &HeapRegion) -> Option<Vec<Item>> {
     let guard = Guard { region: RegionId(0), offset: 0, expect: 1 };
     set_guard(memory, guard.offset, guard.expect).ok()?;
     let items = (0..PAGES).map(|n| {
-        write(memory, extent(n).offset, &[n; PAGE_BYTES as usize]).ok()?;
+        let bytes = [n; PAGE_BYTES as usize];
+        write(memory, extent(n).offset, &bytes).ok()?;
         Some(Item {
             key: Key([n; 16]),
             identity: Identity([n; 16]),
-            tag: tag(memory, Key([n; 16]), &[extent(n)])?,
+            tag: tag(Key([n; 16]), &hash128(&bytes)),
             region: RegionId(0),
             extents: vec![extent(n)],
             guard,

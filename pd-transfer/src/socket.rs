@@ -11,8 +11,8 @@ use crate::get::{Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
 use crate::transport::{
-    Ended, EventSink, LostReason, REPORT_GETS, RegionOwner, Regions, TransportError, TransportEvent,
-    no_peer, sift,
+    Ended, EventSink, LostReason, REPORT_GETS, RegionOwner, Regions, TransportError,
+    TransportEvent, no_peer, sift,
 };
 use crate::wire::{
     Extent, MAX_EXTENTS, MAX_MESSAGE_BYTES, ReadRequest, decode_read, encode_read, extents_bytes,
@@ -152,11 +152,7 @@ impl Conn {
         }
     }
 
-    fn push(
-        &self,
-        frames: impl IntoIterator<Item = Frame>,
-        bytes: u64,
-    ) -> Result<(), LostReason> {
+    fn push(&self, frames: impl IntoIterator<Item = Frame>, bytes: u64) -> Result<(), LostReason> {
         let mut outbox = lock(&self.outbox);
         if outbox.is_closed {
             return Ok(());
@@ -599,8 +595,7 @@ struct Incoming<'a> {
 
 fn read_frames(links: &Links, conn: &Conn, stream: &Stream) -> Result<(), LostReason> {
     let reader = BufReader::with_capacity(CHUNK_BYTES, stream);
-    let mut incoming =
-        Incoming { links, conn, reader, hash: links.hash(), ended: Vec::new() };
+    let mut incoming = Incoming { links, conn, reader, hash: links.hash(), ended: Vec::new() };
     let why = loop {
         if let Err(why) = incoming.frame() {
             break why;
@@ -675,8 +670,7 @@ impl Incoming<'_> {
             (get.target_region, get.target.clone())
         };
         let wanted = extents_bytes(&target);
-        let Some(memory) =
-            self.links.regions.find(target_region).filter(|_| wanted == len as u64)
+        let Some(memory) = self.links.regions.find(target_region).filter(|_| wanted == len as u64)
         else {
             let text = format!("{len} bytes for {op}, which wants {wanted}");
             return Err(LostReason::Malformed(text));

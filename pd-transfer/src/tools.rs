@@ -103,7 +103,7 @@ pub enum ToolError {
         /// Over what.
         kind: Kind,
         /// How long.
-        seconds: u64,
+        seconds: f64,
         /// What the transport said about it, if anything.
         said: String,
     },

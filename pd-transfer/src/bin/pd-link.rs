@@ -126,7 +126,7 @@ fn run(command: Command) -> Result<(), ToolError> {
                 in_flight,
                 patience: connect_timeout,
             };
-            let report = measure(&config, transport.factory())?;
+            let report = measure(&config, &|| transport.factory())?;
             say(&if json { report.to_json() } else { report.to_string() })
         }
     }

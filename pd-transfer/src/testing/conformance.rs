@@ -9,8 +9,8 @@ use crate::get::{Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
 use crate::transport::{
-    Ended, EventSink, HeapRegion, LostReason, RegionOwner, Transport, TransportError, TransportEvent,
-    TransportFactory,
+    Ended, EventSink, HeapRegion, LostReason, RegionOwner, Transport, TransportError,
+    TransportEvent, TransportFactory,
 };
 use crate::wire::{Extent, Guard, MAX_MESSAGE_BYTES, RegionId};
 use crossbeam_channel::{Receiver, bounded, unbounded};

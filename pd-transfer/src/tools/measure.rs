@@ -1,6 +1,6 @@
 //! The side that pulls: transfers of pages of one size after the other, timed and checked.
 
-use super::pages::{Check, FIRST, PAGE_BYTES_MAX, PAGES_MAX, Request};
+use super::pages::{Check, FIRST, Mode, PAGE_BYTES_MAX, PAGES_MAX, Request};
 use super::report::{Bandwidth, Report, RoundTrip, SizeReport};
 use super::{Kind, ToolError, driver_config, random};
 use crate::driver::{Driver, DriverError, DriverHandle};
@@ -65,12 +65,39 @@ type Open = BTreeMap<AttemptId, (u64, Instant)>;
 ///
 /// # Errors
 /// Nobody answers, the peer is something else, the link breaks, or bytes arrived wrong.
-pub fn measure(config: &MeasureConfig, factory: TransportFactory) -> Result<Report, ToolError> {
+pub fn measure(
+    config: &MeasureConfig,
+    factory: &dyn Fn() -> TransportFactory,
+) -> Result<Report, ToolError> {
     check_config(config)?;
     let largest = config.sizes.iter().copied().map(transfer).map(Request::bytes).max();
     let bytes = OPEN * largest.unwrap_or(0);
     let memory: Arc<dyn RegionOwner> =
         SharedRegion::new(bytes as usize).map_err(DriverError::Transport)?;
+    // A driver makes its digests once, so each way has a link of its own.
+    let checked = with_link(config, factory(), &memory, Mode::Checked, |puller, request| {
+        let verified = puller.bandwidth(request, config.duration)?;
+        Ok((request.pages, verified, puller.round_trip(request, config.duration)?))
+    })?;
+    let copied = with_link(config, factory(), &memory, Mode::Copied, |puller, request| {
+        puller.bandwidth(request, config.duration)
+    })?;
+    let sizes = config.sizes.iter().zip(checked).zip(copied);
+    let sizes = sizes.map(|((page_bytes, (transfer_pages, verified, round_trip)), copied)| {
+        SizeReport { page_bytes: *page_bytes, transfer_pages, verified, copied, round_trip }
+    });
+    let (kind, address, in_flight) = (config.kind, config.connect.clone(), config.in_flight);
+    Ok(Report { kind, address, in_flight, sizes: sizes.collect() })
+}
+
+/// Opens a link and does `work` for each size.
+fn with_link<T>(
+    config: &MeasureConfig,
+    factory: TransportFactory,
+    memory: &Arc<dyn RegionOwner>,
+    mode: Mode,
+    work: impl Fn(&mut Puller, Request) -> Result<T, ToolError>,
+) -> Result<Vec<T>, ToolError> {
     let (send, news) = unbounded();
     let report = {
         let send = send.clone();
@@ -79,14 +106,18 @@ pub fn measure(config: &MeasureConfig, factory: TransportFactory) -> Result<Repo
             let _ = send.send(News::Checked);
         })
     };
-    let check = Check::new(Arc::clone(&memory), report);
+    let check = Check::new(mode, report);
     let upcalls = Arc::new(move |upcall| {
         let _ = send.send(News::Upcall(upcall));
     });
-    let mut driver = driver_config(Role::Decode, &memory)?;
+    let mut driver = driver_config(Role::Decode, memory)?;
     driver.receiver.in_flight_max = config.in_flight;
     let handle = Driver::spawn(driver, factory, Arc::clone(&check) as _, upcalls)?;
-    let result = run(config, &handle, news, check);
+    let result = connect(config, &handle, &news).and_then(|(peer, served)| {
+        let mut puller =
+            Puller { handle: handle.clone(), news, check, peer, ids: random()?, count: 0 };
+        config.sizes.iter().map(|size| work(&mut puller, fit(config, *size, served)?)).collect()
+    });
     handle.shutdown();
     result
 }
@@ -105,56 +136,51 @@ fn check_config(config: &MeasureConfig) -> Result<(), ToolError> {
     Ok(())
 }
 
-fn run(
-    config: &MeasureConfig,
-    handle: &DriverHandle,
-    news: Receiver<News>,
-    check: Arc<Check>,
-) -> Result<Report, ToolError> {
-    let address = config.connect.clone();
-    handle.connect(&address)?;
-    let peer = connect(config, &news)?;
-    let mut puller = Puller { handle: handle.clone(), news, check, peer, ids: random()?, count: 0 };
-    // What the peer announced when the link came up.
-    let peers = handle.peers();
-    let hello =
-        peers.iter().find(|known| known.peer == peer).and_then(|known| known.hello.as_ref());
-    let served = hello.and_then(|hello| hello.regions.first()).map_or(0, |region| region.bytes);
-    let mut sizes = Vec::new();
-    for page_bytes in &config.sizes {
-        let mut request = transfer(*page_bytes);
-        let fit = served.saturating_sub(FIRST) / u64::from(*page_bytes);
-        request.pages = request.pages.min(u32::try_from(fit).unwrap_or(u32::MAX));
-        if request.pages == 0 {
-            let text = format!("{address} serves {served} bytes, no page of {page_bytes} fits");
-            return Err(ToolError::Config(text));
-        }
-        sizes.push(puller.size(request, config.duration)?);
-    }
-    Ok(Report { kind: config.kind, address, in_flight: config.in_flight, sizes })
-}
-
-/// The first transfer of a size: as many pages as fit.
+/// A transfer of pages of one size: as many as make sense.
 fn transfer(page_bytes: u32) -> Request {
     let pages = (TRANSFER_BYTES / u64::from(page_bytes.max(1))).clamp(1, u64::from(PAGES_MAX));
     Request { page_bytes, pages: pages as u32 }
 }
 
-/// Waits for the link.
-fn connect(config: &MeasureConfig, news: &Receiver<News>) -> Result<PeerId, ToolError> {
+/// The same, and no more than the peer has.
+fn fit(config: &MeasureConfig, page_bytes: u32, served: u64) -> Result<Request, ToolError> {
+    let mut request = transfer(page_bytes);
+    let most = served.saturating_sub(FIRST) / u64::from(page_bytes);
+    request.pages = request.pages.min(u32::try_from(most).unwrap_or(u32::MAX));
+    if request.pages == 0 {
+        let address = &config.connect;
+        let text = format!("{address} serves {served} bytes, no page of {page_bytes} fits");
+        return Err(ToolError::Config(text));
+    }
+    Ok(request)
+}
+
+/// Waits for the link; also returns how many bytes the peer announced.
+fn connect(
+    config: &MeasureConfig,
+    handle: &DriverHandle,
+    news: &Receiver<News>,
+) -> Result<(PeerId, u64), ToolError> {
     let until = Instant::now() + config.patience;
     let address = config.connect.clone();
+    handle.connect(&address)?;
     let mut said = String::new();
     loop {
         match news.recv_deadline(until) {
-            Ok(News::Upcall(Upcall::PeerUp { peer, .. })) => return Ok(peer),
+            Ok(News::Upcall(Upcall::PeerUp { peer, .. })) => {
+                let peers = handle.peers();
+                let hello = peers.into_iter().find(|known| known.peer == peer);
+                let regions = hello.and_then(|known| known.hello).map(|hello| hello.regions);
+                let served = regions.and_then(|regions| Some(regions.first()?.bytes));
+                return Ok((peer, served.unwrap_or(0)));
+            }
             Ok(News::Upcall(Upcall::Refused { reason, text, .. })) => {
                 return Err(ToolError::Refused { address, reason, text });
             }
             Ok(News::Upcall(Upcall::Event(text))) => said = text,
             Ok(_) => {}
             Err(_) => {
-                let (kind, seconds) = (config.kind, config.patience.as_secs());
+                let (kind, seconds) = (config.kind, config.patience.as_secs_f64());
                 return Err(ToolError::NoAnswer { address, kind, seconds, said });
             }
         }
@@ -162,24 +188,16 @@ fn connect(config: &MeasureConfig, news: &Receiver<News>) -> Result<PeerId, Tool
 }
 
 impl Puller {
-    fn size(&mut self, full: Request, duration: Duration) -> Result<SizeReport, ToolError> {
+    fn bandwidth(&mut self, request: Request, time: Duration) -> Result<Bandwidth, ToolError> {
         // Digests are computed and memory is touched before the clock runs.
-        self.check.turn(true);
-        self.pull(full, Duration::ZERO, OPEN)?;
-        let verified = self.pull(full, duration, OPEN)?.0;
-        self.check.turn(false);
-        let unverified = self.pull(full, duration, OPEN)?.0;
-        self.check.turn(true);
-        let single = Request { pages: 1, ..full };
+        self.pull(request, Duration::ZERO, OPEN)?;
+        Ok(self.pull(request, time, OPEN)?.0)
+    }
+
+    fn round_trip(&mut self, request: Request, time: Duration) -> Result<RoundTrip, ToolError> {
+        let single = Request { pages: 1, ..request };
         self.pull(single, Duration::ZERO, 1)?;
-        let times_us = self.pull(single, duration, 1)?.1;
-        Ok(SizeReport {
-            page_bytes: full.page_bytes,
-            transfer_pages: full.pages,
-            verified,
-            unverified,
-            round_trip: RoundTrip::new(times_us),
-        })
+        Ok(RoundTrip::new(self.pull(single, time, 1)?.1))
     }
 
     /// Transfers for `duration`, at least one, `open_max` at once; the time of each as well.
@@ -191,6 +209,7 @@ impl Puller {
     ) -> Result<(Bandwidth, Vec<u64>), ToolError> {
         let begin = Instant::now();
         let (mut open, mut times_us, mut pages) = (Open::new(), Vec::new(), 0);
+        self.check.restart();
         // Before the first of them can be done.
         self.check.expect(open_max * u64::from(request.pages));
         for slot in 0..open_max {

@@ -1,13 +1,14 @@
 //! The pages of the measuring tool: what their bytes are, and how each is checked.
 
-use crate::copy::{OutOfRange, read, set_guard, write};
+use crate::copy::{Bounced, OutOfRange, PageHash, Plain, StreamHash, read, set_guard, write};
 use crate::driver::Verifier;
-use crate::hash::hash128;
+use crate::get::Digest;
+use crate::hash::{Hash128, hash128};
 use crate::receiver::{Target, Verify};
 use crate::transport::RegionOwner;
 use crate::wire::{Extent, Guard, Identity, Item, Key, RegionId, Tag};
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Largest page: what one get over TCP may have.
@@ -63,12 +64,15 @@ impl Request {
 
     /// The pages as they are offered; reads each of them for its tag.
     pub(super) fn items(self, memory: &dyn RegionOwner) -> Result<Vec<Item>, OutOfRange> {
+        let mut page = Vec::new();
         let item = |n| {
             let extent = self.extent(FIRST, n);
+            page.clear();
+            read(memory, &extent, &mut page)?;
             Ok(Item {
                 key: key(n),
                 identity: Identity(key(n).0),
-                tag: tag(memory, key(n), &[extent])?,
+                tag: tag(key(n), &hash128(&page)),
                 region: RegionId(0),
                 extents: vec![extent],
                 guard: GUARD,
@@ -88,13 +92,23 @@ fn number(key: &Key) -> u32 {
     u32::from_be_bytes([key.0[12], key.0[13], key.0[14], key.0[15]])
 }
 
-/// Digest of a page's bytes and of its number, so that exchanged pages are noticed.
-fn tag(memory: &dyn RegionOwner, key: Key, extents: &[Extent]) -> Result<Tag, OutOfRange> {
-    let bytes = extents.iter().map(|extent| extent.len as usize).sum::<usize>();
-    let mut page = Vec::with_capacity(bytes + key.0.len());
-    extents.iter().try_for_each(|extent| read(memory, extent, &mut page))?;
-    page.extend_from_slice(&key.0);
-    Ok(Tag(hash128(&page)))
+/// Binds a digest to the number of its page, so that exchanged pages are noticed.
+fn tag(key: Key, digest: &Digest) -> Tag {
+    Tag(hash128(&[*digest, key.0].concat()))
+}
+
+/// The digest of a page.
+#[derive(Default)]
+struct Pieces(Hash128);
+
+impl StreamHash for Pieces {
+    fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    fn finish(&mut self) -> Digest {
+        std::mem::take(&mut self.0).finish()
+    }
 }
 
 /// Fills memory with words that differ from each other, and opens the guard.
@@ -119,46 +133,44 @@ pub(super) fn fill(memory: &dyn RegionOwner) -> Result<(), OutOfRange> {
     set_guard(memory, GUARD.offset, GUARD.expect)
 }
 
-/// Checks pages, or lets them pass when only the copy is measured, and keeps what was wrong.
+/// Whether pages are checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// Each page's digest is compared, as in a hand-off.
+    Checked,
+    /// Nothing is digested: the copy alone is measured.
+    Copied,
+}
+
+/// Checks pages and keeps what was wrong.
 pub(super) struct Check {
-    memory: Arc<dyn RegionOwner>,
-    is_on: AtomicBool,
-    /// Pages that were asked for and not checked yet.
+    mode: Mode,
+    /// Pages that were asked for and have not landed.
     left: AtomicU64,
     checked: AtomicU64,
-    wrong: Mutex<BTreeSet<u32>>,
     wrong_count: AtomicU64,
+    wrong: Mutex<BTreeSet<u32>>,
     /// Called when some page was wrong and none is left.
     report: Box<dyn Fn() + Send + Sync>,
 }
 
 impl Check {
-    pub(super) fn new(
-        memory: Arc<dyn RegionOwner>,
-        report: Box<dyn Fn() + Send + Sync>,
-    ) -> Arc<Self> {
-        Arc::new(Self {
-            memory,
-            is_on: AtomicBool::new(true),
-            left: AtomicU64::new(0),
-            checked: AtomicU64::new(0),
-            wrong: Mutex::default(),
-            wrong_count: AtomicU64::new(0),
-            report,
-        })
+    pub(super) fn new(mode: Mode, report: Box<dyn Fn() + Send + Sync>) -> Arc<Self> {
+        let (left, checked, wrong_count) = <(AtomicU64, AtomicU64, AtomicU64)>::default();
+        Arc::new(Self { mode, left, checked, wrong_count, wrong: Mutex::default(), report })
     }
 
-    /// For the transfers that follow; none may be under way.
-    pub(super) fn turn(&self, is_on: bool) {
-        self.is_on.store(is_on, Ordering::Relaxed);
-        self.checked.store(0, Ordering::Relaxed);
-    }
-
+    /// Pages that will be asked for.
     pub(super) fn expect(&self, pages: u64) {
         self.left.fetch_add(pages, Ordering::AcqRel);
     }
 
-    /// Wrong pages, pages checked since `turn`, and the lowest number of a wrong one.
+    /// The count begins at zero.
+    pub(super) fn restart(&self) {
+        self.checked.store(0, Ordering::Release);
+    }
+
+    /// Wrong pages, pages checked since `restart`, and the lowest number of a wrong one.
     pub(super) fn result(&self) -> Option<(u64, u64, u32)> {
         let first = *self.wrong.lock().unwrap_or_else(PoisonError::into_inner).first()?;
         let wrong = self.wrong_count.load(Ordering::Acquire);
@@ -167,9 +179,18 @@ impl Check {
 }
 
 impl Verifier for Check {
-    fn verify(&self, page: &Verify) -> bool {
-        let ok = !self.is_on.load(Ordering::Relaxed)
-            || tag(&*self.memory, page.key, &page.extents).is_ok_and(|tag| tag == page.tag);
+    fn hash(&self) -> Box<dyn PageHash> {
+        match self.mode {
+            Mode::Checked => Box::new(Bounced::new(Pieces::default())),
+            Mode::Copied => Box::new(Plain),
+        }
+    }
+
+    fn verify(&self, page: &Verify, digest: Option<Digest>) -> bool {
+        let ok = match self.mode {
+            Mode::Checked => digest.is_some_and(|digest| tag(page.key, &digest) == page.tag),
+            Mode::Copied => true,
+        };
         if !ok {
             let mut wrong = self.wrong.lock().unwrap_or_else(PoisonError::into_inner);
             wrong.insert(number(&page.key));

@@ -56,7 +56,7 @@ pub struct SizeReport {
     /// With each page's digest checked after it landed, as a hand-off does.
     pub verified: Bandwidth,
     /// The copy alone.
-    pub unverified: Bandwidth,
+    pub copied: Bandwidth,
     /// One page at a time, checked.
     pub round_trip: RoundTrip,
 }
@@ -91,13 +91,13 @@ impl Report {
             let RoundTrip { samples, p50_us, p99_us } = size.round_trip;
             let _ = write!(
                 out,
-                "{}{{\"page_bytes\":{},\"transfer_pages\":{},\"verified\":{},\"unverified\":{},\
+                "{}{{\"page_bytes\":{},\"transfer_pages\":{},\"verified\":{},\"copied\":{},\
                  \"round_trip\":{{\"samples\":{samples},\"p50_us\":{p50_us},\"p99_us\":{p99_us}}}}}",
                 if n == 0 { "" } else { "," },
                 size.page_bytes,
                 size.transfer_pages,
                 bandwidth(&size.verified),
-                bandwidth(&size.unverified),
+                bandwidth(&size.copied),
             );
         }
         out.push_str("]}");
@@ -143,9 +143,9 @@ impl fmt::Display for Report {
                 "{:>10}  {:>13.3}  {:>13.3}  {:>10}  {:>12.1}  {:>10}  {:>10}",
                 size.page_bytes,
                 size.verified.gb_per_s(),
-                size.unverified.gb_per_s(),
-                size.verified.pages + size.unverified.pages,
-                (size.verified.bytes + size.unverified.bytes) as f64 / 1e6,
+                size.copied.gb_per_s(),
+                size.verified.pages + size.copied.pages,
+                (size.verified.bytes + size.copied.bytes) as f64 / 1e6,
                 size.round_trip.p50_us,
                 size.round_trip.p99_us,
             )?;

@@ -344,7 +344,11 @@ impl Turn {
             Totals::add(&self.outputs.totals.extents, extents as u64);
             let is_up = self.peers.get(&conn.peer).is_some_and(|peer| peer.opening.is_none());
             let batch = Batch::new(gets, |get| {
-                if is_up { self.check(conn.peer, get) } else { Err("the link is not up yet".into()) }
+                if is_up {
+                    self.check(conn.peer, get)
+                } else {
+                    Err("the link is not up yet".into())
+                }
             });
             self.batches[slot] = Some(Running { conn, batch });
             self.advance(slot);
@@ -363,7 +367,9 @@ impl Turn {
         let (guards, source) = (region(get.guard.region)?, region(get.source_region)?);
         if !guard_inside(&get.guard, guards) {
             let at = get.guard.offset;
-            return Err(format!("guard at {at} is outside a region of {guards} bytes, or misaligned"));
+            return Err(format!(
+                "guard at {at} is outside a region of {guards} bytes, or misaligned"
+            ));
         }
         match get.source.iter().find(|extent| !inside(extent, source)) {
             Some(Extent { offset, len }) => {

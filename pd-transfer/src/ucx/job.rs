@@ -287,8 +287,7 @@ mod tests {
         let mut elsewhere = get(1, 0, &[(8, 8, 8)]);
         elsewhere.target_region = RegionId(1);
         assert_eq!(coalesce(&[get(0, 0, &[(0, 0, 8)]), elsewhere]).len(), 2);
-        let long: Vec<Get> =
-            (0..5).map(|n| get(n, 0, &[(n << 20, n << 20, 1 << 20)])).collect();
+        let long: Vec<Get> = (0..5).map(|n| get(n, 0, &[(n << 20, n << 20, 1 << 20)])).collect();
         assert_eq!(coalesce(&long).iter().map(|r| r.bytes >> 20).collect::<Vec<_>>(), [4, 1]);
     }
 
@@ -298,7 +297,10 @@ mod tests {
         let gets = (0..).zip(words).map(|(op, word)| get(op, word, &[(0, 0, 8)])).collect();
         let batch = batch(gets);
         let span = |offset, bytes, at| Span { region: RegionId(0), offset, bytes, at };
-        assert_eq!(batch.spans, [span(0, 80, 0), span(144, 8, 80), span(272, 8, 88), span(800, 8, 96)]);
+        assert_eq!(
+            batch.spans,
+            [span(0, 80, 0), span(144, 8, 80), span(272, 8, 88), span(800, 8, 96)]
+        );
         let at: Vec<u64> = batch.entries.iter().map(|entry| entry.word_at).collect();
         assert_eq!(at, [96, 0, 8, 72, 0, 80, 88]);
         // The widest layout fits.

@@ -5,7 +5,7 @@ use pd_transfer::sender::SenderConfig;
 use pd_transfer::tcp::Tcp;
 use pd_transfer::testing::faulty::{Fault, Faulty};
 use pd_transfer::tools::{Kind, MeasureConfig, ServeConfig, ToolError, measure, serve};
-use pd_transfer::wire::{Incarnation, Message, RefuseReason, encode};
+use pd_transfer::wire::{Incarnation, Message, encode};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
@@ -70,7 +70,7 @@ fn measures(kind: &str, listen: &str) {
         assert_eq!(size["page_bytes"], page_bytes);
         let pages = (8 << 20) / page_bytes;
         assert_eq!(size["transfer_pages"], pages);
-        for figure in ["verified", "unverified"] {
+        for figure in ["verified", "copied"] {
             let figure = &size[figure];
             // Two transfers are open from the start.
             assert_eq!(figure["pages"], 2 * pages);
@@ -197,7 +197,7 @@ fn damaged(fault: Fault, numbers: &'static [u64]) -> ToolError {
         patience: Duration::from_secs(20),
     };
     let choose = move |n, _: &_| numbers.contains(&n).then_some(fault);
-    measure(&config, Faulty::factory(Tcp::factory(), Box::new(choose))).unwrap_err()
+    measure(&config, &|| Faulty::factory(Tcp::factory(), Box::new(choose))).unwrap_err()
 }
 
 // PD-V2

@@ -65,9 +65,9 @@ impl Worker {
                 // A test that is over does not listen any more.
                 let _ = send.send((rank, upcall));
             });
-            let verifier = Arc::new(PageVerifier { regions: vec![Arc::clone(&memory)] });
             let handle =
-                Driver::spawn(config(Role::Decode, &memory), factory, verifier, sink).unwrap();
+                Driver::spawn(config(Role::Decode, &memory), factory, Arc::new(PageVerifier), sink)
+                    .unwrap();
             ranks.push((handle, memory));
         }
         let source = |rank: u16| Source { group: 0, rank: Rank(rank) };
