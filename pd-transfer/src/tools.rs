@@ -51,6 +51,17 @@ impl Kind {
         }
     }
 
+    /// Addresses of another kind would only ever be tried again.
+    fn check_address(self, address: &str) -> Result<(), ToolError> {
+        let is_path = address.starts_with("unix:");
+        let wanted = match self {
+            Self::Shm if !is_path => "unix:PATH",
+            Self::Tcp | Self::Ucx if is_path || !address.contains(':') => "HOST:PORT",
+            _ => return Ok(()),
+        };
+        Err(ToolError::Config(format!("address {address:?}: {self} needs {wanted}")))
+    }
+
     /// Makes the transport with its default settings.
     #[must_use]
     pub fn factory(self) -> TransportFactory {

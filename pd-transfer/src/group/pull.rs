@@ -27,8 +27,8 @@ struct Member {
 struct Pull {
     state: PullState,
     bytes: u64,
-    /// Ids that no round has used.
-    ids: VecDeque<AttemptId>,
+    /// One for each rank and round.
+    ids: Vec<AttemptId>,
     /// Rounds begun.
     rounds: u32,
     /// Since when it waits for a source.
@@ -48,6 +48,9 @@ pub struct RankGroup {
     links: BTreeMap<(Rank, Source), PeerId>,
     gone: BTreeSet<Rank>,
     pulls: BTreeMap<RequestId, Pull>,
+    /// Every id of an open request.
+    ids: BTreeSet<AttemptId>,
+    /// Attempts of rounds that are under way.
     attempts: BTreeMap<AttemptId, (RequestId, Rank)>,
     open_bytes: BTreeMap<Source, u64>,
     outputs: VecDeque<GroupOutput>,
@@ -63,6 +66,7 @@ impl RankGroup {
             links: BTreeMap::new(),
             gone: BTreeSet::new(),
             pulls: BTreeMap::new(),
+            ids: BTreeSet::new(),
             attempts: BTreeMap::new(),
             open_bytes: BTreeMap::new(),
             outputs: VecDeque::new(),
@@ -150,15 +154,15 @@ impl RankGroup {
         // PD-M5
         let mut own = BTreeSet::new();
         for id in &start.attempts {
-            let is_open = self.pulls.values().any(|pull| pull.ids.contains(id));
-            if !own.insert(*id) || is_open || self.attempts.contains_key(id) {
+            if !own.insert(*id) || self.ids.contains(id) {
                 return Err(GroupStartError::DuplicateAttempt(*id));
             }
         }
+        self.ids.append(&mut own);
         let pull = Pull {
             state: PullState::Waiting,
             bytes: start.bytes.max(1),
-            ids: start.attempts.into(),
+            ids: start.attempts,
             rounds: 0,
             since: now,
             strikes: BTreeMap::new(),
@@ -238,11 +242,13 @@ impl RankGroup {
         let Some(state) = pull.state.after(PullEvent::Assigned) else { return };
         pull.state = state;
         pull.since = now;
+        let first = pull.rounds as usize * sources.len();
         pull.rounds += 1;
         let key = RequestKey { request: id, round: pull.rounds };
         self.counters.rounds_started += 1;
-        for (rank, (source, peer)) in (0..self.config.ranks).map(Rank).zip(sources) {
-            let attempt = pull.ids.pop_front().expect("as many ids as ranks times rounds");
+        // `start` has seen to it that there are as many ids as ranks times rounds.
+        let ids = pull.ids[first..][..sources.len()].iter().copied();
+        for ((rank, attempt), (source, peer)) in (0..).map(Rank).zip(ids).zip(sources) {
             self.attempts.insert(attempt, (id, rank));
             *self.open_bytes.entry(source).or_default() += pull.bytes;
             let state = RankState::Pulling;
@@ -471,8 +477,9 @@ impl RankGroup {
     }
 
     fn forget(&mut self, id: RequestId) {
-        for member in self.pulls.remove(&id).into_iter().flat_map(|pull| pull.members) {
-            self.attempts.remove(&member.attempt);
+        for attempt in self.pulls.remove(&id).into_iter().flat_map(|pull| pull.ids) {
+            self.ids.remove(&attempt);
+            self.attempts.remove(&attempt);
         }
     }
 }

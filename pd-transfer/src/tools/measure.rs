@@ -123,6 +123,7 @@ fn with_link<T>(
 }
 
 fn check_config(config: &MeasureConfig) -> Result<(), ToolError> {
+    config.kind.check_address(&config.connect)?;
     let wrong = |text: String| Err(ToolError::Config(text));
     if config.sizes.is_empty() || config.sizes.len() > SIZES_MAX {
         return wrong(format!("{} page sizes, 1 to {SIZES_MAX} can be given", config.sizes.len()));

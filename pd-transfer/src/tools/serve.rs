@@ -77,6 +77,7 @@ impl Verifier for NoReads {
 /// # Errors
 /// The memory is not there, or the address or transport can't be used.
 pub fn serve(config: &ServeConfig, factory: TransportFactory) -> Result<Server, ToolError> {
+    config.kind.check_address(&config.listen)?;
     let (least, most) = BYTES;
     if !(least..=most).contains(&config.bytes) {
         let text = format!("{} bytes to serve from, {least} to {most} make sense", config.bytes);

@@ -120,8 +120,9 @@ fn nobody_who_listens_is_an_error() {
 
 #[test]
 fn an_address_of_another_transport_is_an_error() {
-    fails("tcp", "unix:/nowhere", &["unix:/nowhere"]);
-    fails("shm", "127.0.0.1:7000", &["127.0.0.1:7000"]);
+    fails("tcp", "unix:/nowhere", &["unix:/nowhere", "tcp needs HOST:PORT"]);
+    fails("ucx", "nowhere", &["ucx needs HOST:PORT"]);
+    fails("shm", "127.0.0.1:7000", &["127.0.0.1:7000", "shm needs unix:PATH"]);
 }
 
 /// A listener that says `answer` to everybody.
