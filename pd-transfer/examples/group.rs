@@ -27,7 +27,9 @@ const DECODE_RANKS: u16 = 2;
 const PREFILL_RANKS: u16 = 3;
 const PAGES: u8 = 100;
 const PAGE_BYTES: u32 = 8448;
-/// The guard word lies before the pages.
+/// Rounds that the memory has room for.
+const ROUNDS: u32 = 2;
+/// The guard words of the rounds lie before the pages.
 const FIRST: u64 = 64;
 const PLAN_HASH: [u8; 16] = *b"both sides agree";
 
@@ -71,12 +73,14 @@ fn tag(key: Key, digest: &Digest) -> Tag {
     Tag(hash128(&[key.0, *digest].concat()))
 }
 
-fn extent(n: u8) -> Extent {
-    Extent { offset: FIRST + u64::from(n) * u64::from(PAGE_BYTES), len: PAGE_BYTES }
+/// Page `n` of a round, counted from 0.
+fn extent(round: u32, n: u8) -> Extent {
+    let before = u64::from(round) * u64::from(PAGES) + u64::from(n);
+    Extent { offset: FIRST + before * u64::from(PAGE_BYTES), len: PAGE_BYTES }
 }
 
 fn node(role: Role, rank: Rank, news: Sender<News>) -> Outcome<Node> {
-    let memory = HeapRegion::new(FIRST as usize + PAGES as usize * PAGE_BYTES as usize);
+    let memory = HeapRegion::new(extent(ROUNDS, 0).offset as usize);
     // A real incarnation is random, a real fingerprint a hash over the whole page layout.
     let incarnation = Incarnation([(role as u8 + 1) * 16 + rank.0 as u8; 16]);
     let layout = String::from("8448-byte pages");
@@ -92,18 +96,18 @@ fn node(role: Role, rank: Rank, news: Sender<News>) -> Outcome<Node> {
 }
 
 /// The prompt's pages, in the memory of one rank: the same bytes and names on each.
-fn compute(memory: &HeapRegion) -> Option<Vec<Item>> {
-    let guard = Guard { region: RegionId(0), offset: 0, expect: 1 };
+fn compute(memory: &HeapRegion, round: u32) -> Option<Vec<Item>> {
+    let guard = Guard { region: RegionId(0), offset: u64::from(round) * 8, expect: 1 };
     set_guard(memory, guard.offset, guard.expect).ok()?;
     let items = (0..PAGES).map(|n| {
         let bytes = [n; PAGE_BYTES as usize];
-        write(memory, extent(n).offset, &bytes).ok()?;
+        write(memory, extent(round, n).offset, &bytes).ok()?;
         Some(Item {
             key: Key([n; 16]),
             identity: Identity([n; 16]),
             tag: tag(Key([n; 16]), &hash128(&bytes)),
             region: RegionId(0),
-            extents: vec![extent(n)],
+            extents: vec![extent(round, n)],
             guard,
         })
     });
@@ -111,9 +115,10 @@ fn compute(memory: &HeapRegion) -> Option<Vec<Item>> {
 }
 
 /// The prefill worker: one fan-out for the attempts at all of its ranks. It holds the last page back
-/// in the first round, so that the example can take a rank away in the middle of it.
+/// in the first round, and takes the rank away that serves the second attempt of it.
 fn prefill(ranks: &[Node], news: Receiver<News>) -> Outcome<()> {
     let mut fan_out = FanOut::new(FanOutConfig::default());
+    let mut served = Vec::new();
     for (rank, upcall) in news {
         match upcall {
             Upcall::Requested { attempt, request, have, .. } => {
@@ -138,7 +143,7 @@ fn prefill(ranks: &[Node], news: Receiver<News>) -> Outcome<()> {
                     say(&format!("prefill: round {} is computed", key.round))?;
                     let mut all = Vec::new();
                     for (rank, node) in (0..).map(Rank).zip(ranks) {
-                        all = compute(&node.memory).ok_or("outside of the memory")?;
+                        all = compute(&node.memory, key.round - 1).ok_or("no room for a round")?;
                         let held = usize::from(key.round == 1);
                         fan_out.offer(served, rank, all[held..].to_vec())?;
                     }
@@ -148,7 +153,10 @@ fn prefill(ranks: &[Node], news: Receiver<News>) -> Outcome<()> {
                     }
                     Ok(())
                 }
-                FanOutOutput::Ready { rank, attempt, items } => handle(rank).ready(attempt, items),
+                FanOutOutput::Ready { rank, attempt, items } => {
+                    served.push(rank);
+                    handle(rank).ready(attempt, items)
+                }
                 FanOutOutput::Finish { rank, attempt, record } => {
                     handle(rank).finish(attempt, record)
                 }
@@ -161,6 +169,12 @@ fn prefill(ranks: &[Node], news: Receiver<News>) -> Outcome<()> {
                     Ok(())
                 }
             };
+        }
+        if served.len() == usize::from(DECODE_RANKS) {
+            let rank = served[1];
+            say(&format!("prefill: {rank} leaves"))?;
+            ranks[usize::from(rank.0)].handle.shutdown();
+            served.push(rank);
         }
     }
     Ok(())
@@ -176,13 +190,13 @@ fn plan() -> Vec<Target> {
         key: Key([n; 16]),
         group: u32::from(n),
         region: RegionId(0),
-        extents: vec![extent(n)],
+        extents: vec![extent(0, n)],
     };
     (0..PAGES).map(target).collect()
 }
 
-/// Does what the group wants; true once there is a verdict. `leave` takes a prefill rank away.
-fn act(group: &mut RankGroup, ranks: &[Node], leave: &mut impl FnMut(Rank)) -> Outcome<bool> {
+/// Does what the group wants; true once there is a verdict.
+fn act(group: &mut RankGroup, ranks: &[Node]) -> Outcome<bool> {
     while let Some(output) = group.poll_output() {
         match output {
             GroupOutput::Start { rank, peer, source, attempt, key } => {
@@ -192,9 +206,6 @@ fn act(group: &mut RankGroup, ranks: &[Node], leave: &mut impl FnMut(Rank)) -> O
                 let (plan_hash, plan) = (PLAN_HASH, plan());
                 let start = Start { attempt, peer, request, have: 0, plan_hash, plan };
                 ranks[usize::from(rank.0)].handle.start(start)?;
-                if key.round == 1 && rank == Rank(0) {
-                    leave(source.rank);
-                }
             }
             GroupOutput::Cancel { rank, attempt } => {
                 ranks[usize::from(rank.0)].handle.cancel(attempt)?;
@@ -220,7 +231,6 @@ fn decode(ranks: &[Node], news: &Receiver<News>, sources: &[Node]) -> Outcome<()
         addresses.iter().try_for_each(|address| node.handle.connect(address))?;
     }
     let mut group = RankGroup::new(RankGroupConfig::new(DECODE_RANKS, vec![PREFILL_RANKS]));
-    let mut leave = |rank: Rank| sources[usize::from(rank.0)].handle.shutdown();
     let mut links = 0;
     for (rank, upcall) in news {
         // The verdict is the group's; what comes back is about links and fresh pages.
@@ -239,7 +249,7 @@ fn decode(ranks: &[Node], news: &Receiver<News>, sources: &[Node]) -> Outcome<()
                     .start(Time(0), GroupStart { request: RequestId([9; 16]), bytes, attempts })?;
             }
         }
-        if act(&mut group, ranks, &mut leave)? {
+        if act(&mut group, ranks)? {
             return Ok(());
         }
     }
