@@ -22,8 +22,9 @@
 
 use crate::id::{CacheKind, ChainHash, Fingerprint, PageDigest, PageTag};
 
-/// Bytes of a chunk.
-const CHUNK: usize = 1024;
+/// Bytes of a chunk, the unit in which digests are computed.
+pub const CHUNK_BYTES: usize = 1024;
+const CHUNK: usize = CHUNK_BYTES;
 /// Bytes of a stripe.
 const STRIPE_BYTES: usize = 64;
 /// Words of a stripe.
@@ -140,6 +141,33 @@ impl Sums {
         bytes[..8].copy_from_slice(&mix(low).to_le_bytes());
         bytes[8..].copy_from_slice(&mix(high).to_le_bytes());
         PageDigest(bytes)
+    }
+}
+
+/// A digest from lane sums that somebody else computes, with vector instructions or on a device.
+///
+/// The sums of a chunk are `a[0..8]` of the definition in this file: with the words `v` of the
+/// chunk and `k = v ^ KEYS[word]`, `a[l]` is the sum of `lo32(k) * hi32(k)` over the words of lane
+/// `l` plus the sum of `v` over the words of lane `l ^ 1`; word `n` belongs to lane `n % 8`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LaneSums(Sums);
+
+impl LaneSums {
+    /// The key of each word of a chunk.
+    pub const KEYS: &'static [u64; CHUNK_BYTES / 8] = &STRIPE;
+
+    /// Adds the lane sums of the next full chunk.
+    #[inline]
+    pub fn add(&mut self, lanes: &[u64; LANES]) {
+        self.0.add(lanes);
+    }
+
+    /// The digest, with the bytes of a last chunk that is not full (0 to 1023).
+    #[must_use]
+    pub fn finish(mut self, last: &[u8]) -> PageDigest {
+        let len = self.0.chunks * CHUNK as u64 + last.len() as u64;
+        self.0.add_last(last);
+        self.0.finish(len)
     }
 }
 

@@ -63,7 +63,9 @@ mod table;
 mod readme {}
 
 pub use chain::Namespace;
-pub use digest::{DigestStream, TagInput, copy_and_digest, digest, digest_parts, tag};
+pub use digest::{
+    CHUNK_BYTES, DigestStream, LaneSums, TagInput, copy_and_digest, digest, digest_parts, tag,
+};
 pub use error::{AuditError, PageError, PoolFull};
 pub use evict::{EvictionOrder, Lru};
 pub use fingerprint::FingerprintInput;

@@ -18,7 +18,7 @@ use pd_transfer::transport::{
     RegionOwner, Transport, TransportError, TransportEvent, TransportFactory,
 };
 use pd_transfer::ucx::{self, Totals, Ucx};
-use pd_transfer::wire::{Extent, Guard, RegionId};
+use pd_transfer::wire::{Extent, Extents, Guard, RegionId};
 use std::error::Error;
 use std::io::Write as _;
 use std::sync::Arc;
@@ -52,7 +52,7 @@ fn round(target: &mut End, peer: PeerId, pages: u64, page: u32) -> Result<f64, B
         while asked < pages && asked - done < WINDOW {
             // Scattered, as pages of a pool are: the source in another order than the target.
             let from = (asked * 7919) % pages;
-            let at = |n: u64| vec![Extent { offset: 64 + n * u64::from(page), len: page }];
+            let at = |n: u64| Extents::from(Extent { offset: 64 + n * u64::from(page), len: page });
             let get = Get {
                 op: OpId(asked),
                 source_region: RegionId(0),

@@ -428,10 +428,10 @@ mod tests {
         Get {
             op: OpId(0),
             source_region: RegionId(0),
-            source: vec![Extent { offset: source, len }],
+            source: Extent { offset: source, len }.into(),
             guard: Guard { region: RegionId(0), offset: guard, expect },
             target_region: RegionId(0),
-            target: vec![Extent { offset: target, len }],
+            target: Extent { offset: target, len }.into(),
         }
     }
 

@@ -1,27 +1,26 @@
 //! One read from a peer's memory, as plain data.
 
 use crate::id::OpId;
-use crate::wire::{Extent, Guard, RegionId};
+use crate::wire::{Extents, Guard, RegionId};
 use alloc::string::String;
-use alloc::vec::Vec;
 
 /// Copy `source` in a region of the peer to `target` in a region of ours.
 ///
 /// The lists have equal length and pairwise equal extent lengths.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Get {
     /// Named in the completion.
     pub op: OpId,
     /// Region of the peer.
     pub source_region: RegionId,
     /// Ranges in it.
-    pub source: Vec<Extent>,
+    pub source: Extents,
     /// Word of the peer that must not change.
     pub guard: Guard,
     /// Our region.
     pub target_region: RegionId,
     /// Ranges in it.
-    pub target: Vec<Extent>,
+    pub target: Extents,
 }
 
 /// Stands for the bytes of a page; opaque, made by the upper layer's

@@ -151,14 +151,31 @@ impl Hash128 {
 pub fn manifest_hash(pages: impl IntoIterator<Item = (Key, Identity, Tag)>) -> [u8; 16] {
     let mut pages: Vec<_> = pages.into_iter().collect();
     // PD-W10
-    pages.sort_unstable();
-    let mut bytes = Vec::with_capacity(pages.len() * 48);
-    for (key, identity, tag) in pages {
-        bytes.extend_from_slice(&key.0);
-        bytes.extend_from_slice(&identity.0);
-        bytes.extend_from_slice(&tag.0);
+    if !pages.is_sorted() {
+        pages.sort_unstable();
     }
-    hash128(&bytes)
+    let mut low = Lane { state: SEED_LOW, multiplier: MUL_A };
+    let mut high = Lane { state: SEED_HIGH, multiplier: MUL_B };
+    for (key, identity, tag) in &pages {
+        for part in [key.0, identity.0, tag.0] {
+            let (words, _) = part.as_chunks::<8>();
+            for word in words {
+                let word = u64::from_le_bytes(*word);
+                low.word(word);
+                high.word(word);
+            }
+        }
+    }
+    finish128(low, high, pages.len() * 48)
+}
+
+fn finish128(mut low: Lane, mut high: Lane, bytes: usize) -> [u8; 16] {
+    low.word(bytes as u64);
+    high.word(bytes as u64);
+    let mut out = [0; 16];
+    out[..8].copy_from_slice(&low.finish().to_le_bytes());
+    out[8..].copy_from_slice(&high.finish().to_le_bytes());
+    out
 }
 
 #[cfg(test)]

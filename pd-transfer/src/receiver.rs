@@ -6,6 +6,7 @@
 //! word of the peer is.
 
 mod attempt;
+mod ops;
 mod types;
 
 pub use types::{
@@ -17,14 +18,15 @@ use crate::get::{Get, GetOutcome};
 use crate::id::{OpId, PeerId, Time};
 use crate::states::{ReceiverEvent, ReceiverState};
 use crate::wire::{
-    AttemptId, FinalRecord, Item, Key, Limits, MAX_REQUEST_BYTES, Message, RegionDesc, RegionId,
-    clip, code,
+    AttemptId, FinalRecord, Item, Limits, MAX_REQUEST_BYTES, Message, RegionDesc, RegionId, clip,
+    code,
 };
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::format;
 use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 use attempt::{Attempt, Offer};
+use ops::Ops;
 
 /// What the receiver knows of one link.
 #[derive(Clone, Debug, Hash)]
@@ -34,10 +36,10 @@ struct Peer {
     /// Gets and verifications under way.
     in_flight: usize,
     /// Pages that may be pulled, oldest first. Entries of ended attempts are skipped.
-    queue: VecDeque<(AttemptId, Key)>,
+    queue: VecDeque<(AttemptId, u32)>,
 }
 
-#[derive(Clone, Debug, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Step {
     Pull,
     Verify,
@@ -46,7 +48,8 @@ enum Step {
 #[derive(Clone, Debug, Hash)]
 struct Op {
     attempt: AttemptId,
-    key: Key,
+    /// Its place in the attempt's plan.
+    page: u32,
     peer: PeerId,
     step: Step,
 }
@@ -59,8 +62,7 @@ pub struct Receiver {
     attempts: BTreeMap<AttemptId, Attempt>,
     ended: BTreeSet<AttemptId>,
     ended_order: VecDeque<AttemptId>,
-    ops: BTreeMap<OpId, Op>,
-    next_op: u64,
+    ops: Ops<Op>,
     outputs: VecDeque<ReceiverOutput>,
     counters: Counters,
 }
@@ -75,8 +77,7 @@ impl Receiver {
             attempts: BTreeMap::new(),
             ended: BTreeSet::new(),
             ended_order: VecDeque::new(),
-            ops: BTreeMap::new(),
-            next_op: 0,
+            ops: Ops::new(),
             outputs: VecDeque::new(),
             counters: Counters::default(),
         }
@@ -96,7 +97,7 @@ impl Receiver {
 
     /// Gets and verifications that have not ended.
     #[must_use]
-    pub fn ops_in_flight(&self) -> usize {
+    pub const fn ops_in_flight(&self) -> usize {
         self.ops.len()
     }
 
@@ -257,39 +258,38 @@ impl Receiver {
     /// A get ended. Unknown operations are counted and dropped.
     pub fn handle_got(&mut self, now: Time, op: OpId, outcome: GetOutcome) {
         // PD-R16
-        let Some(Op { step: Step::Pull, .. }) = self.ops.get(&op) else {
+        if self.ops.get(op).is_none_or(|op| op.step != Step::Pull) {
             self.counters.dropped_duplicate += 1;
             return;
-        };
-        let Some(Op { attempt, key, peer, .. }) = self.ops.remove(&op) else { return };
+        }
+        let Some(Op { attempt, page, peer, .. }) = self.ops.remove(op) else { return };
         let Some(open) = self.attempts.get_mut(&attempt) else {
             return self.op_ended(peer);
         };
-        match outcome {
-            GetOutcome::Done => {
-                let bytes = open.landed(now, &key);
-                self.counters.bytes_pulled += bytes;
-                if open.is_live() {
-                    return self.verify(attempt, key, peer);
-                }
-                self.op_ended(peer);
-                self.settle(attempt);
+        if outcome == GetOutcome::Done {
+            self.counters.bytes_pulled += open.landed(now, page);
+            // Its place in the window passes to the verification.
+            if let Some(verify) = open.begin_verify(attempt, page) {
+                let op = self.ops.insert(Op { attempt, page, peer, step: Step::Verify });
+                let verify = Verify { op, ..verify };
+                return self.outputs.push_back(ReceiverOutput::Verify(verify));
             }
+        }
+        let key = open.key(page);
+        if matches!(outcome, GetOutcome::Lost | GetOutcome::Error(_)) {
+            open.op_over(page);
+        }
+        self.op_ended(peer);
+        match outcome {
+            GetOutcome::Done => self.settle(attempt),
             GetOutcome::Stale => {
                 self.counters.stale_gets += 1;
-                self.op_ended(peer);
-                self.page_failed(now, attempt, key, Offer::Stale);
+                self.page_failed(now, attempt, page, Offer::Stale);
             }
-            GetOutcome::Lost => {
-                // Not pulled again: the loss of the link ends the attempt.
-                open.op_over(&key);
-                self.op_ended(peer);
-                return self.settle(attempt);
-            }
+            // Not pulled again: the loss of the link ends the attempt.
+            GetOutcome::Lost => return self.settle(attempt),
             GetOutcome::Error(text) => {
                 self.counters.failed_gets += 1;
-                open.op_over(&key);
-                self.op_ended(peer);
                 self.fail(now, attempt, FailReason::Get { key, text });
                 self.settle(attempt);
             }
@@ -300,11 +300,11 @@ impl Receiver {
     /// A verification ended: `ok` says whether the bytes in the target have the tag.
     pub fn handle_verified(&mut self, now: Time, op: OpId, ok: bool) {
         // PD-V1
-        let Some(Op { step: Step::Verify, .. }) = self.ops.get(&op) else {
+        if self.ops.get(op).is_none_or(|op| op.step != Step::Verify) {
             self.counters.dropped_duplicate += 1;
             return;
-        };
-        let Some(Op { attempt, key, peer, .. }) = self.ops.remove(&op) else { return };
+        }
+        let Some(Op { attempt, page, peer, .. }) = self.ops.remove(op) else { return };
         self.op_ended(peer);
         self.counters.items_checked += 1;
         if !self.attempts.contains_key(&attempt) {
@@ -312,14 +312,14 @@ impl Receiver {
         }
         if ok {
             if let Some(open) = self.attempts.get_mut(&attempt) {
-                open.verified(now, &key);
+                open.verified(now, page);
             }
             self.settle(attempt);
             self.check_complete(now, attempt);
         } else {
             // PD-V2
             self.counters.mismatches += 1;
-            self.page_failed(now, attempt, key, Offer::Mismatch);
+            self.page_failed(now, attempt, page, Offer::Mismatch);
         }
         self.pump(peer);
     }
@@ -396,11 +396,10 @@ impl Receiver {
         }
         let mut ready = Vec::new();
         for item in items {
-            let key = item.key;
             match open.offer(now, item, regions) {
-                Ok(Offer::New) => {
+                Ok(Offer::New(page)) => {
                     self.counters.items_received += 1;
-                    ready.push(key);
+                    ready.push(page);
                 }
                 Ok(_) => self.counters.dropped_duplicate += 1,
                 Err(text) => return self.fail(now, attempt, FailReason::Violation(text)),
@@ -440,22 +439,23 @@ impl Receiver {
     }
 
     /// A page is wrong or stale: its group gets fresh pages once, then the attempt fails.
-    fn page_failed(&mut self, now: Time, attempt: AttemptId, key: Key, how: Offer) {
+    fn page_failed(&mut self, now: Time, attempt: AttemptId, page: u32, how: Offer) {
         let Some(open) = self.attempts.get_mut(&attempt) else { return };
         let peer = open.peer;
         if !open.is_live() {
-            open.op_over(&key);
+            open.op_over(page);
             return self.settle(attempt);
         }
+        let key = open.key(page);
         let word = if how == Offer::Stale { "changed under the read" } else { "has a wrong tag" };
         let text = format!("attempt {attempt}: page {key} from {peer} {word}");
         self.outputs.push_back(ReceiverOutput::Event(text));
         // PD-V3
-        let second = open.page_failed(now, &key);
+        let second = open.page_failed(now, page);
         if second {
             let reason = match how {
                 Offer::Stale => FailReason::Stale { key },
-                Offer::New | Offer::Known | Offer::Mismatch => FailReason::Mismatch { key },
+                Offer::New(_) | Offer::Known | Offer::Mismatch => FailReason::Mismatch { key },
             };
             self.fail(now, attempt, reason);
         }
@@ -520,9 +520,9 @@ impl Receiver {
         }
     }
 
-    fn enqueue(&mut self, peer: PeerId, attempt: AttemptId, keys: Vec<Key>) {
+    fn enqueue(&mut self, peer: PeerId, attempt: AttemptId, pages: Vec<u32>) {
         if let Some(entry) = self.peers.get_mut(&peer) {
-            entry.queue.extend(keys.into_iter().map(|key| (attempt, key)));
+            entry.queue.extend(pages.into_iter().map(|page| (attempt, page)));
         }
         self.pump(peer);
     }
@@ -532,37 +532,14 @@ impl Receiver {
         let Some(peer) = self.peers.get_mut(&id) else { return };
         // PD-R9
         while peer.in_flight < self.config.in_flight_max {
-            let Some((attempt, key)) = peer.queue.pop_front() else { return };
+            let Some((attempt, page)) = peer.queue.pop_front() else { return };
             let Some(open) = self.attempts.get_mut(&attempt) else { continue };
-            let op = OpId(self.next_op);
-            let Some((item, target)) = open.pull(&key) else { continue };
-            let get = Get {
-                op,
-                source_region: item.region,
-                source: item.extents.clone(),
-                guard: item.guard,
-                target_region: target.region,
-                target: target.extents.clone(),
-            };
-            self.next_op += 1;
+            let Some(get) = open.pull(page) else { continue };
             peer.in_flight += 1;
-            self.ops.insert(op, Op { attempt, key, peer: id, step: Step::Pull });
+            let op = self.ops.insert(Op { attempt, page, peer: id, step: Step::Pull });
+            let get = Get { op, ..get };
             self.outputs.push_back(ReceiverOutput::Get { peer: id, get });
         }
-    }
-
-    /// The get of `key` landed; its place in the window passes to the verification.
-    fn verify(&mut self, attempt: AttemptId, key: Key, peer: PeerId) {
-        let Some((tag, region, extents)) =
-            self.attempts.get_mut(&attempt).and_then(|open| open.begin_verify(&key))
-        else {
-            return self.op_ended(peer);
-        };
-        let op = OpId(self.next_op);
-        self.next_op += 1;
-        self.ops.insert(op, Op { attempt, key, peer, step: Step::Verify });
-        let verify = Verify { op, attempt, key, tag, region, extents };
-        self.outputs.push_back(ReceiverOutput::Verify(verify));
     }
 
     fn op_ended(&mut self, peer: PeerId) {

@@ -327,7 +327,7 @@ impl Sender {
         open.state = state;
         open.since = now;
         open.alarm_at = now.after(self.config.overdue_us);
-        open.keys.append(&mut fresh);
+        open.keys.extend(fresh);
         self.counters.items_offered += items.len() as u64;
         for chunk in items.chunks(MAX_READY_ITEMS) {
             let seq = u32::try_from(open.offers.len()).unwrap_or(u32::MAX);

@@ -15,8 +15,8 @@ use crate::id::{OpId, PeerId};
 use crate::link::Side;
 use crate::socket::{Conn, Links, Stream};
 use crate::transport::{
-    Ended, EventSink, LostReason, REPORT_GETS, RegionOwner, Regions, Transport, TransportError,
-    TransportEvent, TransportFactory,
+    Ended, EventSink, LostReason, RegionOwner, Regions, Transport, TransportError, TransportEvent,
+    TransportFactory,
 };
 use crate::wire::RegionId;
 use crossbeam_channel::{Receiver, Sender, unbounded};
@@ -143,7 +143,7 @@ unsafe impl RegionOwner for PeerRegion {
 }
 
 /// Gets for one copying thread, at most [`REPORT_GETS`].
-type Job = (Arc<Conn>, Vec<OpId>);
+type Job = (Arc<Conn>, Vec<Get>);
 
 /// See the module text.
 #[derive(Debug)]
@@ -184,16 +184,17 @@ impl Shm {
 
 fn copy_pages(links: &Links, queue: &Receiver<Job>) {
     let mut hash = None;
-    for (conn, ops) in queue {
+    for (conn, gets) in queue {
         let hash = hash.get_or_insert_with(|| links.hash());
-        // A link that ended has answered its gets already.
-        let gets = conn.take_gets(&ops);
-        if gets.is_empty() {
-            continue;
-        }
         let remote = Arc::clone(&crate::socket::lock(&conn.remote));
+        let own = links.regions.all();
         let count = gets.len();
-        let gets = gets.iter().map(|get| copy_page(&remote, &links.regions, get, hash)).collect();
+        let lost = |get: &Get| Ended::without(get.op, GetOutcome::Lost);
+        let gets = if conn.has_ended() {
+            gets.iter().map(lost).collect()
+        } else {
+            gets.iter().map(|get| copy_page(&remote, &own, get, hash)).collect()
+        };
         (links.sink)(TransportEvent::Ended { peer: conn.peer, gets });
         conn.put_back(count);
     }
@@ -201,7 +202,7 @@ fn copy_pages(links: &Links, queue: &Receiver<Job>) {
 
 fn copy_page(
     remote: &[Arc<dyn RegionOwner>],
-    regions: &Regions,
+    own: &[Arc<dyn RegionOwner>],
     get: &Get,
     hash: &mut Careful,
 ) -> Ended {
@@ -209,11 +210,11 @@ fn copy_page(
     let source = remote.get(get.source_region.0 as usize);
     let guards = remote.get(get.guard.region.0 as usize);
     let (Some(source), Some(guards), Some(target)) =
-        (source, guards, regions.find(get.target_region))
+        (source, guards, own.get(get.target_region.0 as usize))
     else {
         return failed(String::from("no such region"));
     };
-    match hashed_copy(&**source, &**guards, &*target, get, hash) {
+    match hashed_copy(&**source, &**guards, &**target, get, hash) {
         Ok((Copied::Done, digest)) => Ended::done(get.op, digest),
         Ok((Copied::Stale, _)) => Ended::without(get.op, GetOutcome::Stale),
         Err(error) => failed(error.to_string()),
@@ -477,21 +478,12 @@ impl Transport for Shm {
     }
 
     fn get_many(&mut self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
-        let jobs = &self.jobs;
-        self.links.begin_gets(
-            from,
-            gets,
-            u64::MAX,
-            |get| get.op,
-            |conn, ops| {
-                for ops in ops.chunks(REPORT_GETS) {
-                    if let Some(jobs) = jobs {
-                        // The copying threads live as long as this sender.
-                        let _ = jobs.send((Arc::clone(&conn), ops.to_vec()));
-                    }
-                }
-            },
-        )
+        self.links.copy_gets(from, gets, u64::MAX, |conn, gets| {
+            if let Some(jobs) = &self.jobs {
+                // The copying threads live as long as this sender.
+                let _ = jobs.send((conn, gets));
+            }
+        })
     }
 
     fn cut(&mut self, peer: PeerId) {

@@ -102,9 +102,9 @@ struct Outbox {
 
 #[derive(Debug)]
 struct Pending {
-    /// Gets without an answer.
+    /// Gets without an answer that the peer has to answer.
     gets: BTreeMap<OpId, Get>,
-    /// Gets that a copying thread works on.
+    /// Gets that copying threads have to answer.
     running: usize,
     is_closed: bool,
 }
@@ -204,13 +204,19 @@ impl Conn {
         }
     }
 
-    /// Takes gets for a copying thread, those that the end of the link has not answered. The end
-    /// of the link waits until they are put back.
-    pub(crate) fn take_gets(&self, ops: &[OpId]) -> Vec<Get> {
+    /// Notes so many gets for copying threads, which answer all of them; false if the link has
+    /// ended. The end of the link waits until they are put back.
+    fn begin_jobs(&self, gets: usize) -> bool {
         let mut pending = lock(&self.pending);
-        let gets: Vec<Get> = ops.iter().filter_map(|op| pending.gets.remove(op)).collect();
-        pending.running += gets.len();
-        gets
+        if !pending.is_closed {
+            pending.running += gets;
+        }
+        !pending.is_closed
+    }
+
+    /// Whether the link has ended: gets that a copying thread still has are lost.
+    pub(crate) fn has_ended(&self) -> bool {
+        lock(&self.pending).is_closed
     }
 
     /// A copying thread is done with so many gets and has reported them.
@@ -332,33 +338,57 @@ impl Links {
         Careful::new(Arc::clone(&lock(&self.hashing)))
     }
 
-    /// Checks gets of at most `bytes_max` bytes, notes them and passes on what was noted.
-    pub(crate) fn begin_gets<T>(
+    /// Refuses gets that are malformed or larger than `bytes_max`.
+    fn check_gets(
         &self,
-        from: PeerId,
         gets: Vec<Get>,
         bytes_max: u64,
-        what: impl Fn(&Get) -> T,
-        pass: impl FnOnce(Arc<Conn>, Vec<T>),
-    ) -> Vec<(OpId, TransportError)> {
-        let Ok(conn) = self.find(from) else { return no_peer(gets, from) };
-        let (gets, refused) = sift(gets, |get| {
+    ) -> (Vec<Get>, Vec<(OpId, TransportError)>) {
+        sift(gets, |get| {
             self.regions.target(get)?;
             let bytes = extents_bytes(&get.source);
             if bytes > bytes_max {
                 return Err(TransportError::TooLarge { bytes, limit: bytes_max });
             }
             Ok(())
-        });
-        let noted: Vec<T> = gets.iter().map(what).collect();
+        })
+    }
+
+    /// Asks the peer for gets.
+    pub(crate) fn request_gets(&self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
+        let Ok(conn) = self.find(from) else { return no_peer(gets, from) };
+        let (gets, refused) = self.check_gets(gets, GET_BYTES_MAX);
+        let read = |get: &Get| {
+            let (region, extents, guard) = (get.source_region, get.source.to_vec(), get.guard);
+            (get.op, ReadRequest { region, extents, guard })
+        };
+        let reads: Vec<_> = gets.iter().map(read).collect();
         match conn.begin_gets(gets) {
-            Ok(()) if noted.is_empty() => refused,
             Ok(()) => {
-                pass(conn, noted);
+                conn.request(&reads);
                 refused
             }
             Err(gets) => refused.into_iter().chain(no_peer(gets, from)).collect(),
         }
+    }
+
+    /// Passes gets to copying threads, a few at a time.
+    pub(crate) fn copy_gets(
+        &self,
+        from: PeerId,
+        gets: Vec<Get>,
+        bytes_max: u64,
+        pass: impl Fn(Arc<Conn>, Vec<Get>),
+    ) -> Vec<(OpId, TransportError)> {
+        let Ok(conn) = self.find(from) else { return no_peer(gets, from) };
+        let (gets, refused) = self.check_gets(gets, bytes_max);
+        if !conn.begin_jobs(gets.len()) {
+            return refused.into_iter().chain(no_peer(gets, from)).collect();
+        }
+        for gets in gets.chunks(REPORT_GETS) {
+            pass(Arc::clone(&conn), gets.to_vec());
+        }
+        refused
     }
 
     pub(crate) fn find(&self, peer: PeerId) -> Result<Arc<Conn>, TransportError> {
@@ -667,7 +697,7 @@ impl Incoming<'_> {
             let Some(get) = pending.gets.get(&op) else {
                 return Err(LostReason::Malformed(format!("data for {op}, which was not asked")));
             };
-            (get.target_region, get.target.clone())
+            (get.target_region, get.target)
         };
         let wanted = extents_bytes(&target);
         let Some(memory) = self.links.regions.find(target_region).filter(|_| wanted == len as u64)
@@ -676,7 +706,7 @@ impl Incoming<'_> {
             return Err(LostReason::Malformed(text));
         };
         self.hash.clear();
-        for Extent { offset, len } in target {
+        for &Extent { offset, len } in &target {
             let mut written = 0;
             while written < len as usize {
                 // Straight from what the socket gave.

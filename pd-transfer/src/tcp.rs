@@ -7,11 +7,11 @@ use crate::copy::Hashing;
 use crate::get::Get;
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
-use crate::socket::{Conn, GET_BYTES_MAX, Links, Stream, other_greeting};
+use crate::socket::{Conn, Links, Stream, other_greeting};
 use crate::transport::{
     EventSink, LostReason, RegionOwner, Regions, Transport, TransportError, TransportFactory,
 };
-use crate::wire::{ReadRequest, RegionId};
+use crate::wire::RegionId;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
@@ -184,11 +184,7 @@ impl Transport for Tcp {
     }
 
     fn get_many(&mut self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
-        let read = |get: &Get| {
-            let (region, extents, guard) = (get.source_region, get.source.clone(), get.guard);
-            (get.op, ReadRequest { region, extents, guard })
-        };
-        self.links.begin_gets(from, gets, GET_BYTES_MAX, read, |conn, reads| conn.request(&reads))
+        self.links.request_gets(from, gets)
     }
 
     fn cut(&mut self, peer: PeerId) {

@@ -122,7 +122,7 @@ impl Ended {
 
 /// Gets that end together are reported together, up to so many: a report may wake a thread, which
 /// costs as much as the copy of a small page.
-pub(crate) const REPORT_GETS: usize = 64;
+pub(crate) const REPORT_GETS: usize = 128;
 
 /// What a transport reports.
 #[derive(Clone, Debug, PartialEq, Eq)]

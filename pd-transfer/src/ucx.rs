@@ -165,14 +165,7 @@ impl Transport for Ucx {
     }
 
     fn get_many(&mut self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
-        let engine = &self.engine;
-        self.links.begin_gets(
-            from,
-            gets,
-            GET_BYTES_MAX,
-            |get| get.op,
-            |conn, ops| engine.get(conn, ops),
-        )
+        self.links.copy_gets(from, gets, GET_BYTES_MAX, |conn, gets| self.engine.get(conn, gets))
     }
 
     fn cut(&mut self, peer: PeerId) {

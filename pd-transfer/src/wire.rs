@@ -89,6 +89,59 @@ pub struct Extent {
     pub len: u32,
 }
 
+/// Up to [`MAX_EXTENTS`] extents in one place, without an allocation.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Extents {
+    all: [Extent; MAX_EXTENTS],
+    /// How many of them count; the others are zero.
+    count: u8,
+}
+
+impl Extents {
+    /// The extents; `None` if there are more than [`MAX_EXTENTS`].
+    #[must_use]
+    pub fn new(extents: &[Extent]) -> Option<Self> {
+        let mut all = [Extent { offset: 0, len: 0 }; MAX_EXTENTS];
+        all.get_mut(..extents.len())?.copy_from_slice(extents);
+        Some(Self { all, count: extents.len() as u8 })
+    }
+}
+
+impl From<Extent> for Extents {
+    fn from(extent: Extent) -> Self {
+        Self { all: [extent, Extent { offset: 0, len: 0 }], count: 1 }
+    }
+}
+
+impl core::ops::Deref for Extents {
+    type Target = [Extent];
+
+    fn deref(&self) -> &[Extent] {
+        &self.all[..usize::from(self.count)]
+    }
+}
+
+impl core::ops::DerefMut for Extents {
+    fn deref_mut(&mut self) -> &mut [Extent] {
+        &mut self.all[..usize::from(self.count)]
+    }
+}
+
+impl<'a> IntoIterator for &'a Extents {
+    type Item = &'a Extent;
+    type IntoIter = core::slice::Iter<'a, Extent>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.iter()
+    }
+}
+
+impl fmt::Debug for Extents {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.iter()).finish()
+    }
+}
+
 /// A `u64` word at the source that must equal `expect` before and after a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, SchemaWrite, SchemaRead)]
 pub struct Guard {

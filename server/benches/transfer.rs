@@ -4,12 +4,15 @@
 //! Arguments: `shm`, `tcp`, `ucx` (all by default; `ucx` where its library is found). Per size,
 //! rounds of all contestants alternate with a plain copy of the same pages; medians are printed.
 #![expect(clippy::print_stdout, reason = "figures are the output of a bench")]
+#![expect(unsafe_code, reason = "passes copies on to one of two hashes")]
 
 use dsa_kernels::{CpuDevice, Device as _, Mem, Place};
-use dsv4_server::glue::handoff::digest_of;
+use dsv4_server::glue::hash::{digest_of, page_hash};
 use dsv4_server::glue::regions::PoolRegion;
+use pd_transfer::copy::{PageHash, Plain};
 use pd_transfer::driver::{Driver, DriverConfig, DriverHandle, UpcallSink, Verifier};
 use pd_transfer::endpoint::Upcall;
+use pd_transfer::get::Digest;
 use pd_transfer::id::PeerId;
 use pd_transfer::receiver::{Start, Target, Verify};
 use pd_transfer::shm::Shm;
@@ -41,7 +44,7 @@ const ROUNDS: usize = 5;
 /// Offered at a time.
 const CHUNK: usize = 1024;
 /// Gets under way at once.
-const IN_FLIGHT: usize = 256;
+const IN_FLIGHT: usize = 512;
 /// Longest wait for anything; reaching it is a failure, not a measurement.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Makes this program the source of pages: transport and address.
@@ -68,12 +71,17 @@ fn main() -> Outcome<()> {
     let copied = Mem::clone(&memory);
     fill(&copied)?;
     for (page, pages) in CASES {
+        if let Ok(only) = std::env::var("ONLY")
+            && only != page.to_string()
+        {
+            continue;
+        }
         let mut ends = Vec::new();
         for name in &transports {
             ends.push((*name, End::new(name)?, Vec::new(), Vec::new()));
         }
         let mut plain_copy = Vec::new();
-        for _ in 0..ROUNDS {
+        for _ in 0..std::env::var("ROUNDS").map_or(ROUNDS, |r| r.parse().unwrap()) {
             plain_copy.push(copy_rate(&copied, page, pages)?);
             for (_, end, digest, plain) in &mut ends {
                 digest.push(end.round(page, pages, true)?);
@@ -82,6 +90,13 @@ fn main() -> Outcome<()> {
         }
         let memcpy = median(plain_copy);
         println!("figure transfer.memcpy.{page} {memcpy:.2} GB/s");
+        for t in std::fs::read_dir("/proc/self/task")? {
+            let p = t?.path();
+            let s = std::fs::read_to_string(p.join("schedstat"))?;
+            let st = std::fs::read_to_string(p.join("status"))?;
+            let cs: Vec<&str> = st.lines().filter(|l| l.contains("ctxt")).collect();
+            println!("{} {} {:?}", std::fs::read_to_string(p.join("comm"))?.trim(), s.trim(), cs);
+        }
         for (name, end, digest, plain) in ends {
             let (digest, plain) = (median(digest), median(plain));
             println!("figure transfer.{name}.{page}.digest {digest:.2} GB/s");
@@ -199,7 +214,12 @@ fn serve(transport: &str, address: &str) -> Outcome<()> {
     };
     let mut config = config(Role::Prefill, &memory)?;
     config.listen = Some(address.to_owned());
-    let driver = Driver::spawn(config, factory(transport)?, Arc::new(Says(true)), upcalls)?;
+    let driver = Driver::spawn(
+        config,
+        factory(transport)?,
+        Arc::new(Check { is_on: Arc::default() }),
+        upcalls,
+    )?;
     println!("listening {}", driver.listen_address().unwrap_or_default());
     std::io::stdout().flush()?;
     handle.set(driver.clone()).map_err(|_| "set once")?;
@@ -214,7 +234,7 @@ fn items(memory: &Mem, page: u32, pages: u32) -> Vec<Item> {
         Item {
             key: key(n),
             identity: Identity(key(n).0),
-            tag: Tag(digest_of(memory, &[extent]).expect("inside the memory").0),
+            tag: Tag(digest_of(&mut *page_hash(), memory, &[extent]).expect("inside the memory").0),
             region: RegionId(0),
             extents: vec![extent],
             guard: Guard { region: RegionId(0), offset: 0, expect: 1 },
@@ -223,24 +243,46 @@ fn items(memory: &Mem, page: u32, pages: u32) -> Vec<Item> {
     (0..pages).map(item).collect()
 }
 
-struct Says(bool);
+/// Digests what lands, or believes it. One hash serves both, so that a round can switch.
+struct Check {
+    is_on: Arc<AtomicBool>,
+}
 
-impl Verifier for Says {
-    fn verify(&self, _: &Verify) -> bool {
-        self.0
+struct Switched {
+    hash: Box<dyn PageHash>,
+    is_on: Arc<AtomicBool>,
+}
+
+impl PageHash for Switched {
+    unsafe fn copy(&mut self, source: *const u8, target: *mut u8, bytes: usize) {
+        if self.is_on.load(Ordering::Relaxed) {
+            // SAFETY: the caller's contract is that of the call.
+            unsafe { self.hash.copy(source, target, bytes) };
+        } else {
+            // SAFETY: as above.
+            unsafe { Plain.copy(source, target, bytes) };
+        }
+    }
+
+    unsafe fn read(&mut self, source: *const u8, bytes: usize) {
+        if self.is_on.load(Ordering::Relaxed) {
+            // SAFETY: the caller's contract is that of the call.
+            unsafe { self.hash.read(source, bytes) };
+        }
+    }
+
+    fn finish(&mut self) -> Option<Digest> {
+        self.hash.finish()
     }
 }
 
-/// Digests what landed, or believes it.
-struct Check {
-    memory: Mem,
-    is_on: AtomicBool,
-}
-
 impl Verifier for Check {
-    fn verify(&self, page: &Verify) -> bool {
-        !self.is_on.load(Ordering::Relaxed)
-            || digest_of(&self.memory, &page.extents).is_ok_and(|found| found.0 == page.tag.0)
+    fn hash(&self) -> Box<dyn PageHash> {
+        Box::new(Switched { hash: page_hash(), is_on: Arc::clone(&self.is_on) })
+    }
+
+    fn verify(&self, page: &Verify, digest: Option<Digest>) -> bool {
+        !self.is_on.load(Ordering::Relaxed) || digest == Some(page.tag.0)
     }
 }
 
@@ -271,7 +313,7 @@ impl End {
         BufReader::new(out).read_line(&mut line)?;
         let address = line.trim().strip_prefix("listening ").ok_or("the source did not start")?;
         let memory = memory()?;
-        let check = Arc::new(Check { memory: memory.clone(), is_on: AtomicBool::new(true) });
+        let check = Arc::new(Check { is_on: Arc::default() });
         let (send, news) = channel();
         let upcalls: UpcallSink = Arc::new(move |upcall| {
             // The end of the bench.

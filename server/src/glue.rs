@@ -2,6 +2,7 @@
 //! as the hand-off's verifier. Nothing else in the server touches page bytes.
 
 pub mod handoff;
+pub mod hash;
 pub mod payload;
 pub mod pools;
 pub mod regions;

@@ -481,7 +481,7 @@ impl Assembly<'_> {
         let device = CpuDevice::new();
         let pools = Pools::new(Arc::clone(&parts.geometry), &device, parts.counts)
             .context("allocate the page pools")?;
-        let verifier = Arc::new(PageVerifier::new(&pools));
+        let verifier = Arc::new(PageVerifier::default());
         let shared = Arc::new(Shared::default());
         // Clients are bounded by the queue limit, upcalls by the driver's own bounds.
         let (inbox, receiver) = crossbeam_channel::unbounded();

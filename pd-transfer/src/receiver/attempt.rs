@@ -1,10 +1,12 @@
 //! The book of one attempt at the receiver: its plan, what was offered, what is verified.
 
-use super::types::{ReceiverConfig, RetargetError, Start, StartError, Target};
-use crate::id::{PeerId, Time};
+use super::types::{ReceiverConfig, RetargetError, Start, StartError, Target, Verify};
+use crate::get::Get;
+use crate::id::{OpId, PeerId, Time};
 use crate::states::ReceiverState;
 use crate::wire::{
-    AttemptId, Extent, FinalRecord, Item, Key, MAX_EXTENTS, Message, RegionId, Tag, manifest_hash,
+    AttemptId, Extent, Extents, FinalRecord, Guard, Identity, Item, Key, MAX_EXTENTS, Message,
+    RegionId, Tag, extents_bytes, manifest_hash,
 };
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
@@ -14,7 +16,8 @@ use alloc::vec::Vec;
 /// What became of an item or a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Offer {
-    New,
+    /// The place of the page in the plan.
+    New(u32),
     Known,
     Stale,
     Mismatch,
@@ -29,16 +32,35 @@ enum Stage {
     Good,
 }
 
-#[derive(Clone, Debug, Hash)]
-struct Page {
-    target: Target,
-    item: Option<Item>,
-    stage: Stage,
+/// What the sender said of a page.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Offered {
+    identity: Identity,
+    tag: Tag,
+    region: RegionId,
+    extents: Extents,
+    guard: Guard,
 }
 
-#[derive(Clone, Debug, Default, Hash)]
+/// All of a page in one place: with many pages each access is one to memory.
+#[derive(Clone, Debug, Hash)]
+struct Page {
+    key: Key,
+    /// Own region.
+    region: RegionId,
+    target: Extents,
+    /// Its place among the groups.
+    group: u32,
+    stage: Stage,
+    item: Option<Offered>,
+}
+
+#[derive(Clone, Debug, Hash)]
 struct Group {
-    keys: Vec<Key>,
+    id: u32,
+    /// Its part of `Attempt::members`.
+    first: usize,
+    count: usize,
     in_flight: usize,
     /// A page of it failed; its other pages still have to land.
     is_broken: bool,
@@ -61,9 +83,15 @@ pub(super) struct Attempt {
     plan_hash: [u8; 16],
     planned: usize,
     resend_at: Time,
-    pages: BTreeMap<Key, Page>,
-    groups: BTreeMap<u32, Group>,
-    /// Groups with `is_broken`.
+    /// Ascending by key.
+    pages: Vec<Page>,
+    /// Ascending by id.
+    groups: Vec<Group>,
+    /// Pages by group, and in each by key.
+    members: Vec<u32>,
+    /// Where the next offered page is looked for first.
+    next_offer: Hint,
+    /// Groups with `is_broken`, by place.
     broken: BTreeSet<u32>,
     good: usize,
     /// All `Ready` numbers below were seen.
@@ -75,12 +103,44 @@ pub(super) struct Attempt {
     last_word: Option<Message>,
 }
 
+/// A guess; machines that differ in it only hash alike.
+#[derive(Clone, Copy, Debug, Default)]
+struct Hint(usize);
+
+impl core::hash::Hash for Hint {
+    fn hash<H: core::hash::Hasher>(&self, _: &mut H) {}
+}
+
 fn well_formed(extents: &[Extent]) -> bool {
     (1..=MAX_EXTENTS).contains(&extents.len()) && extents.iter().all(|extent| extent.len > 0)
 }
 
 fn same_shape(a: &[Extent], b: &[Extent]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.len == b.len)
+}
+
+/// Numbers the groups of pages that still have the ids of theirs, and lists their members.
+fn group(pages: &mut [Page]) -> (Vec<Group>, Vec<u32>) {
+    let mut members: Vec<u32> = (0..).take(pages.len()).collect();
+    members.sort_by_key(|member| pages[*member as usize].group);
+    let mut groups: Vec<Group> = Vec::new();
+    for (at, member) in members.iter().enumerate() {
+        let page = &mut pages[*member as usize];
+        match groups.last_mut().filter(|group| group.id == page.group) {
+            Some(group) => group.count += 1,
+            None => groups.push(Group {
+                id: page.group,
+                first: at,
+                count: 1,
+                in_flight: 0,
+                is_broken: false,
+                is_waiting: false,
+                is_retried: false,
+            }),
+        }
+        page.group = groups.len() as u32 - 1;
+    }
+    (groups, members)
 }
 
 impl Attempt {
@@ -90,20 +150,30 @@ impl Attempt {
         config: &ReceiverConfig,
     ) -> Result<Self, StartError> {
         let planned = start.plan.len();
-        let (mut pages, mut groups) = (BTreeMap::new(), BTreeMap::<u32, Group>::new());
+        let mut pages = Vec::with_capacity(planned);
         let mut bytes = 0_u64;
-        for target in start.plan {
-            let key = target.key;
-            if !well_formed(&target.extents) {
+        for target in &start.plan {
+            let Target { key, group, region, .. } = *target;
+            let extents = Some(&target.extents[..]).filter(|extents| well_formed(extents));
+            let Some(extents) = extents.and_then(Extents::new) else {
                 return Err(StartError::BadTarget { key, count: target.extents.len() });
-            }
+            };
             bytes += target.bytes();
-            groups.entry(target.group).or_default().keys.push(key);
-            let page = Page { target, item: None, stage: Stage::Idle };
-            if pages.insert(key, page).is_some() {
-                return Err(StartError::DuplicateKey(key));
-            }
+            // Named by its id until the groups are known.
+            pages.push(Page {
+                key,
+                region,
+                target: extents,
+                group,
+                stage: Stage::Idle,
+                item: None,
+            });
         }
+        pages.sort_unstable_by_key(|page| page.key);
+        if let Some(twice) = pages.windows(2).find(|pair| pair[0].key == pair[1].key) {
+            return Err(StartError::DuplicateKey(twice[0].key));
+        }
+        let (groups, members) = group(&mut pages);
         Ok(Self {
             peer: start.peer,
             request: start.request,
@@ -117,6 +187,8 @@ impl Attempt {
             resend_at: now.after(config.resend_us),
             pages,
             groups,
+            members,
+            next_offer: Hint::default(),
             broken: BTreeSet::new(),
             good: 0,
             seen_below: 0,
@@ -160,7 +232,7 @@ impl Attempt {
     }
 
     fn is_all_offered(&self) -> bool {
-        self.pages.values().all(|page| page.item.is_some())
+        self.pages.iter().all(|page| page.item.is_some())
     }
 
     /// Notes the number of a `Ready`; each must carry a page, so there are at most as many numbers
@@ -183,6 +255,20 @@ impl Attempt {
         Ok(())
     }
 
+    /// The place of a page. Offers mostly come in the order of the plan.
+    fn find(&self, key: &Key) -> Option<usize> {
+        let Hint(next) = self.next_offer;
+        if self.pages.get(next).is_some_and(|page| page.key == *key) {
+            return Some(next);
+        }
+        self.pages.binary_search_by_key(key, |page| page.key).ok()
+    }
+
+    /// The key of a page of the plan.
+    pub(super) fn key(&self, place: u32) -> Key {
+        self.pages.get(place as usize).map_or(Key([0; 16]), |page| page.key)
+    }
+
     /// Takes one offered page.
     pub(super) fn offer(
         &mut self,
@@ -191,7 +277,7 @@ impl Attempt {
         regions: &BTreeMap<RegionId, u64>,
     ) -> Result<Offer, String> {
         let key = item.key;
-        let Some(page) = self.pages.get_mut(&key) else {
+        let Some(place) = self.find(&key) else {
             // PD-R3
             // Without the guard it would be skipped, as a kind that one knows nothing of.
             return if guard!(UnknownKind, false) {
@@ -200,22 +286,28 @@ impl Attempt {
                 Err(format!("page {key} is not in the plan"))
             };
         };
+        let page = &mut self.pages[place];
+        let Some(extents) = Extents::new(&item.extents) else {
+            return Err(format!("page {key} has {} extents", item.extents.len()));
+        };
+        let Item { identity, tag, region, guard, .. } = item;
+        let offered = Offered { identity, tag, region, extents, guard };
         // PD-R6
         if let Some(known) = &page.item {
-            return if *known == item {
+            return if *known == offered {
                 Ok(Offer::Known)
             } else {
                 Err(format!("page {key} was offered twice with different content"))
             };
         }
         // PD-R4
-        if !same_shape(&item.extents, &page.target.extents) {
+        if !same_shape(&extents, &page.target) {
             return Err(format!(
                 "page {key} has {} bytes in {} extents, the plan has {} in {}",
                 item.bytes(),
                 item.extents.len(),
-                page.target.bytes(),
-                page.target.extents.len()
+                extents_bytes(&page.target),
+                page.target.len()
             ));
         }
         // PD-R5
@@ -237,9 +329,10 @@ impl Attempt {
                 item.guard.offset
             ));
         }
-        page.item = Some(item);
+        page.item = Some(offered);
+        self.next_offer = Hint(place + 1);
         self.progress = now;
-        Ok(Offer::New)
+        Ok(Offer::New(place as u32))
     }
 
     /// Takes the last word of the sender. `Ok(false)` if it is known.
@@ -284,8 +377,8 @@ impl Attempt {
             return None;
         }
         // PD-R11
-        let items = self.pages.values().filter_map(|page| page.item.as_ref());
-        let manifest = manifest_hash(items.map(|item| (item.key, item.identity, item.tag)));
+        let items = self.pages.iter().filter_map(|page| Some((page.key, page.item.as_ref()?)));
+        let manifest = manifest_hash(items.map(|(key, item)| (key, item.identity, item.tag)));
         Some(if guard!(Manifest, manifest == record.manifest) {
             Ok(record.clone())
         } else {
@@ -295,12 +388,12 @@ impl Attempt {
 
     /// Marks a queued page as being pulled. `None` if it is not to be pulled now.
     // PD-F1
-    pub(super) fn pull(&mut self, key: &Key) -> Option<(&Item, &Target)> {
+    pub(super) fn pull(&mut self, place: u32) -> Option<Get> {
         if !self.is_live() {
             return None;
         }
-        let page = self.pages.get_mut(key)?;
-        let group = self.groups.get_mut(&page.target.group)?;
+        let page = self.pages.get_mut(place as usize)?;
+        let group = self.groups.get_mut(page.group as usize)?;
         // PD-G2
         if page.stage != Stage::Idle || group.is_broken || group.is_waiting {
             return None;
@@ -309,86 +402,102 @@ impl Attempt {
         page.stage = Stage::Pulling;
         group.in_flight += 1;
         self.in_flight += 1;
-        Some((item, &page.target))
+        Some(Get {
+            // The caller gives it its number.
+            op: OpId(0),
+            source_region: item.region,
+            source: item.extents,
+            guard: item.guard,
+            target_region: page.region,
+            target: page.target,
+        })
     }
 
-    /// The bytes of `key` are in its target. In a live attempt the page stays in flight until it
+    /// The bytes of a page are in its target. In a live attempt the page stays in flight until it
     /// is verified.
-    pub(super) fn landed(&mut self, now: Time, key: &Key) -> u64 {
+    pub(super) fn landed(&mut self, now: Time, place: u32) -> u64 {
         self.progress = now;
-        let bytes = self.pages.get(key).map_or(0, |page| page.target.bytes());
+        let bytes = self.pages.get(place as usize).map_or(0, |page| extents_bytes(&page.target));
         if !self.is_live() {
-            self.op_over(key);
+            self.op_over(place);
         }
         bytes
     }
 
-    pub(super) fn begin_verify(&mut self, key: &Key) -> Option<(Tag, RegionId, Vec<Extent>)> {
-        let page = self.pages.get_mut(key)?;
+    /// What is to be checked of a page that landed. `None` if nobody wants it any more.
+    pub(super) fn begin_verify(&mut self, attempt: AttemptId, place: u32) -> Option<Verify> {
+        if !self.is_live() {
+            return None;
+        }
+        let page = self.pages.get_mut(place as usize)?;
         let tag = page.item.as_ref()?.tag;
         page.stage = Stage::Verifying;
-        Some((tag, page.target.region, page.target.extents.clone()))
+        let (key, region, extents) = (page.key, page.region, page.target);
+        // The caller gives it its number.
+        Some(Verify { op: OpId(0), attempt, key, tag, region, extents })
     }
 
-    pub(super) fn verified(&mut self, now: Time, key: &Key) {
+    pub(super) fn verified(&mut self, now: Time, place: u32) {
         self.progress = now;
-        self.op_over(key);
-        let Some(page) = self.pages.get_mut(key) else { return };
+        self.op_over(place);
+        let Some(page) = self.pages.get_mut(place as usize) else { return };
         page.stage = Stage::Good;
         self.good += 1;
     }
 
-    /// The operation on `key` is over, whatever came of it.
-    pub(super) fn op_over(&mut self, key: &Key) {
-        let Some(page) = self.pages.get_mut(key) else { return };
+    /// The operation on a page is over, whatever came of it.
+    pub(super) fn op_over(&mut self, place: u32) {
+        let Some(page) = self.pages.get_mut(place as usize) else { return };
         assert!(
             matches!(page.stage, Stage::Pulling | Stage::Verifying),
-            "page {key} ended an operation it did not have"
+            "page {} ended an operation it did not have",
+            page.key
         );
         page.stage = Stage::Idle;
         self.in_flight -= 1;
-        if let Some(group) = self.groups.get_mut(&page.target.group) {
+        if let Some(group) = self.groups.get_mut(page.group as usize) {
             group.in_flight -= 1;
         }
     }
 
     /// Notes that a page is wrong. True if its group had its retry already.
-    pub(super) fn page_failed(&mut self, now: Time, key: &Key) -> bool {
+    pub(super) fn page_failed(&mut self, now: Time, place: u32) -> bool {
         self.progress = now;
-        self.op_over(key);
-        let Some(page) = self.pages.get(key) else { return false };
-        let id = page.target.group;
-        let Some(group) = self.groups.get_mut(&id) else { return false };
+        self.op_over(place);
+        let Some(page) = self.pages.get(place as usize) else { return false };
+        let Some(group) = self.groups.get_mut(page.group as usize) else { return false };
         if group.is_retried {
             return true;
         }
         group.is_broken = true;
-        self.broken.insert(id);
+        self.broken.insert(page.group);
         false
     }
 
     /// Broken groups with nothing in flight: from here on they wait for fresh targets.
     pub(super) fn take_fresh(&mut self) -> Vec<(u32, Vec<Key>)> {
         let mut fresh = Vec::new();
-        for id in core::mem::take(&mut self.broken) {
-            let Some(group) = self.groups.get_mut(&id) else { continue };
+        for place in core::mem::take(&mut self.broken) {
+            let Some(group) = self.groups.get_mut(place as usize) else { continue };
             // PD-V4 PD-G4
             if !guard!(SiblingCompletion, group.in_flight == 0) {
-                self.broken.insert(id);
+                self.broken.insert(place);
                 continue;
             }
             group.is_broken = false;
             group.is_retried = true;
             group.is_waiting = true;
-            for key in &group.keys {
-                if let Some(page) = self.pages.get_mut(key) {
-                    if page.stage == Stage::Good {
-                        self.good -= 1;
-                    }
-                    page.stage = Stage::Idle;
+            let members = &self.members[group.first..group.first + group.count];
+            let mut keys = Vec::with_capacity(members.len());
+            for member in members {
+                let page = &mut self.pages[*member as usize];
+                if page.stage == Stage::Good {
+                    self.good -= 1;
                 }
+                page.stage = Stage::Idle;
+                keys.push(page.key);
             }
-            fresh.push((id, group.keys.clone()));
+            fresh.push((group.id, keys));
         }
         fresh
     }
@@ -399,7 +508,7 @@ impl Attempt {
         now: Time,
         id: AttemptId,
         targets: Vec<Target>,
-    ) -> Result<Vec<Key>, RetargetError> {
+    ) -> Result<Vec<u32>, RetargetError> {
         if !self.is_live() {
             return Err(RetargetError::Ended(id));
         }
@@ -407,43 +516,45 @@ impl Attempt {
         let mut touched = BTreeSet::new();
         for target in targets {
             let key = target.key;
-            let Some(page) = self.pages.get(&key) else {
+            let Some(place) = self.find(&key) else {
                 return Err(RetargetError::NotAsked(key));
             };
-            let group = page.target.group;
-            if !self.groups.get(&group).is_some_and(|group| group.is_waiting) {
+            let page = &self.pages[place];
+            let group = &self.groups[page.group as usize];
+            if !group.is_waiting {
                 return Err(RetargetError::NotAsked(key));
             }
-            let (new_group, bytes) = (target.group, target.bytes());
             // PD-V5
-            if new_group != group || !same_shape(&target.extents, &page.target.extents) {
-                return Err(RetargetError::Shape { key, group: new_group, bytes });
-            }
-            touched.insert(group);
-            if given.insert(key, target).is_some() {
+            let extents = Extents::new(&target.extents)
+                .filter(|new| target.group == group.id && same_shape(new, &page.target));
+            let Some(extents) = extents else {
+                let (group, bytes) = (target.group, target.bytes());
+                return Err(RetargetError::Shape { key, group, bytes });
+            };
+            touched.insert(page.group);
+            if given.insert(place as u32, (target.region, extents)).is_some() {
                 return Err(RetargetError::NotAsked(key));
             }
         }
-        for group in &touched {
-            let keys = self.groups.get(group).map_or(&[][..], |entry| &entry.keys);
+        for place in &touched {
+            let group = &self.groups[*place as usize];
+            let members = &self.members[group.first..group.first + group.count];
             // PD-V5
-            if let Some(key) = keys.iter().find(|key| !given.contains_key(*key)) {
-                return Err(RetargetError::Missing { key: *key, group: *group });
+            if let Some(missing) = members.iter().find(|member| !given.contains_key(*member)) {
+                let key = self.pages[*missing as usize].key;
+                return Err(RetargetError::Missing { key, group: group.id });
             }
         }
-        for group in &touched {
-            if let Some(entry) = self.groups.get_mut(group) {
-                entry.is_waiting = false;
-            }
+        for place in &touched {
+            self.groups[*place as usize].is_waiting = false;
         }
         self.progress = now;
         let mut ready = Vec::new();
-        for (key, target) in given {
-            if let Some(page) = self.pages.get_mut(&key) {
-                page.target = target;
-                if page.item.is_some() {
-                    ready.push(key);
-                }
+        for (place, (region, extents)) in given {
+            let page = &mut self.pages[place as usize];
+            (page.region, page.target) = (region, extents);
+            if page.item.is_some() {
+                ready.push(place);
             }
         }
         Ok(ready)
@@ -455,15 +566,18 @@ impl Attempt {
         self.resend_at = now.after(resend_us);
         self.request = Vec::new();
         if self.in_flight == 0 {
-            self.pages = BTreeMap::new();
-            self.groups = BTreeMap::new();
+            self.forget_pages();
         }
+    }
+
+    fn forget_pages(&mut self) {
+        (self.pages, self.groups, self.members) = (Vec::new(), Vec::new(), Vec::new());
+        self.broken = BTreeSet::new();
     }
 
     /// Nothing is in flight any more; only the last word is kept.
     pub(super) fn drained(&mut self) -> Option<Message> {
-        self.pages = BTreeMap::new();
-        self.groups = BTreeMap::new();
+        self.forget_pages();
         self.last_word.clone()
     }
 }

@@ -1,6 +1,7 @@
 //! The receiver alone: what it refuses, when it asks for fresh pages, when it is quiet.
 
 use super::*;
+use crate::wire::Key;
 use crate::wire::{Extent, Guard, Identity, Tag};
 use alloc::vec;
 

@@ -4,7 +4,8 @@ use crate::counters::Counters;
 use crate::get::Get;
 use crate::id::{OpId, PeerId};
 use crate::wire::{
-    AttemptId, Extent, FinalRecord, Key, MAX_EXTENTS, Message, RegionId, Tag, code, extents_bytes,
+    AttemptId, Extent, Extents, FinalRecord, Key, MAX_EXTENTS, Message, RegionId, Tag, code,
+    extents_bytes,
 };
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -257,7 +258,7 @@ pub struct Verify {
     /// Own region.
     pub region: RegionId,
     /// Where it landed.
-    pub extents: Vec<Extent>,
+    pub extents: Extents,
 }
 
 /// What the receiver wants done or known.

@@ -12,7 +12,7 @@ use crate::transport::{
     Ended, EventSink, HeapRegion, LostReason, RegionOwner, Transport, TransportError,
     TransportEvent, TransportFactory,
 };
-use crate::wire::{Extent, Guard, MAX_MESSAGE_BYTES, RegionId};
+use crate::wire::{Extent, Extents, Guard, MAX_MESSAGE_BYTES, RegionId};
 use crossbeam_channel::{Receiver, bounded, unbounded};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -127,19 +127,20 @@ fn pair(subject: &Subject) -> Pair {
 }
 
 fn get(op: u64, source: &[(u64, u32)], target: u64, expect: u64) -> Get {
-    let mut offset = target;
-    let mut extents = Vec::new();
-    for (_, len) in source {
-        extents.push(Extent { offset, len: *len });
+    let (mut from, mut to, mut offset) = (Vec::new(), Vec::new(), target);
+    for (source, len) in source {
+        from.push(Extent { offset: *source, len: *len });
+        to.push(Extent { offset, len: *len });
         offset += u64::from(*len);
     }
+    let extents = |all: &[Extent]| Extents::new(all).expect("no test has more");
     Get {
         op: OpId(op),
         source_region: RegionId(0),
-        source: source.iter().map(|(offset, len)| Extent { offset: *offset, len: *len }).collect(),
+        source: extents(&from),
         guard: Guard { region: RegionId(0), offset: 0, expect },
         target_region: RegionId(0),
-        target: extents,
+        target: extents(&to),
     }
 }
 

@@ -7,7 +7,7 @@ use crate::transport::{
     Ended, EventSink, RegionOwner, Regions, Transport, TransportError, TransportEvent,
     TransportFactory, sift,
 };
-use crate::wire::{Extent, RegionId};
+use crate::wire::{Extent, Extents, RegionId};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,7 +31,7 @@ pub type Chooser = Box<dyn FnMut(u64, &Get) -> Option<Fault> + Send>;
 struct Marked {
     fault: Fault,
     region: RegionId,
-    target: Vec<Extent>,
+    target: Extents,
     before: Vec<u8>,
 }
 
@@ -39,7 +39,7 @@ struct State {
     choose: Chooser,
     count: u64,
     marked: BTreeMap<(PeerId, OpId), Marked>,
-    targets: BTreeMap<(PeerId, OpId), (RegionId, Vec<Extent>)>,
+    targets: BTreeMap<(PeerId, OpId), (RegionId, Extents)>,
     last: Vec<u8>,
     regions: Regions,
     hash: Careful,
@@ -176,12 +176,12 @@ impl Transport for Faulty {
         let regions = state.regions.clone();
         let (gets, mut refused) = sift(gets, |get| regions.target(get).map(drop));
         for get in &gets {
-            let (region, target) = (get.target_region, get.target.clone());
+            let (region, target) = (get.target_region, get.target);
             let count = state.count;
             state.count += 1;
             if let Some(fault) = (state.choose)(count, get) {
                 let before = state.bytes(region, &target);
-                let marked = Marked { fault, region, target: target.clone(), before };
+                let marked = Marked { fault, region, target, before };
                 state.marked.insert((from, get.op), marked);
             }
             state.targets.insert((from, get.op), (region, target));

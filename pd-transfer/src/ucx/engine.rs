@@ -9,11 +9,11 @@ use super::sys::{Api, Version};
 use super::totals::Totals;
 use crate::copy::{Careful, Hashing, plain, read};
 use crate::get::{Get, GetOutcome};
-use crate::id::{OpId, PeerId};
+use crate::id::PeerId;
 use crate::socket::{Conn, lock};
 use crate::transport::{
-    Ended, EventSink, HeapRegion, LostReason, REPORT_GETS, RegionOwner, TransportError,
-    TransportEvent, guard_inside, inside,
+    Ended, EventSink, HeapRegion, LostReason, RegionOwner, TransportError, TransportEvent,
+    guard_inside, inside,
 };
 use crate::wire::Extent;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
@@ -51,7 +51,7 @@ enum Command {
     Register { memory: Arc<dyn RegionOwner>, answer: Sender<Result<(), UcxError>> },
     Open { conn: Arc<Conn>, card: Card, answer: Sender<Result<(), UcxError>> },
     Hash(Hashing),
-    Gets { conn: Arc<Conn>, ops: Vec<OpId> },
+    Gets { conn: Arc<Conn>, gets: Vec<Get> },
     Close { peer: PeerId, answer: Sender<()> },
     Stop,
 }
@@ -150,9 +150,9 @@ impl Engine {
         self.tell(Command::Hash(hashing));
     }
 
-    /// Begins gets that the link has noted.
-    pub(super) fn get(&self, conn: Arc<Conn>, ops: Vec<OpId>) {
-        self.tell(Command::Gets { conn, ops });
+    /// Begins gets that the link has noted, as many as a batch takes.
+    pub(super) fn get(&self, conn: Arc<Conn>, gets: Vec<Get>) {
+        self.tell(Command::Gets { conn, gets });
     }
 
     /// Closes the endpoint of a peer; returns when no request of it is under way and its gets are
@@ -208,7 +208,7 @@ struct Turn {
     peers: BTreeMap<PeerId, Peer>,
     regions: Vec<Arc<dyn RegionOwner>>,
     hash: Careful,
-    waiting: VecDeque<(Arc<Conn>, Vec<OpId>)>,
+    waiting: VecDeque<(Arc<Conn>, Vec<Get>)>,
     /// By slot, which is the token of their requests and the place of their guard words.
     batches: Vec<Option<Running>>,
     free: Vec<usize>,
@@ -291,10 +291,7 @@ impl Turn {
             }
             Command::Open { conn, card, answer } => self.open(conn, card, answer),
             Command::Hash(hashing) => self.hash = Careful::new(hashing),
-            Command::Gets { conn, ops } => {
-                let batches = ops.chunks(REPORT_GETS).map(|ops| (Arc::clone(&conn), ops.to_vec()));
-                self.waiting.extend(batches);
-            }
+            Command::Gets { conn, gets } => self.waiting.push_back((conn, gets)),
             Command::Close { peer, answer } => match self.peers.get_mut(&peer) {
                 Some(entry) if self.ucp.close(peer.0) => {
                     entry.opening = None;
@@ -331,11 +328,11 @@ impl Turn {
     fn begin_batches(&mut self) -> bool {
         let mut has_begun = false;
         while !self.free.is_empty()
-            && let Some((conn, ops)) = self.waiting.pop_front()
+            && let Some((conn, gets)) = self.waiting.pop_front()
         {
-            // A link that ended has answered its gets already.
-            let gets = conn.take_gets(&ops);
-            if gets.is_empty() {
+            if conn.has_ended() {
+                let lost = |get: Get| Ended::without(get.op, GetOutcome::Lost);
+                self.report(&conn, gets.into_iter().map(lost).collect());
                 continue;
             }
             let Some(slot) = self.free.pop() else { continue };
@@ -465,6 +462,10 @@ impl Turn {
             };
             gets.push(Ended::without(get.op, outcome));
         }
+        self.report(&conn, gets);
+    }
+
+    fn report(&self, conn: &Conn, gets: Vec<Ended>) {
         let count = gets.len();
         (self.outputs.sink)(TransportEvent::Ended { peer: conn.peer, gets });
         conn.put_back(count);

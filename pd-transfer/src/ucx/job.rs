@@ -244,16 +244,20 @@ fn spans(entries: &mut [Entry]) -> Vec<Span> {
 mod tests {
     use super::*;
     use crate::id::OpId;
-    use crate::wire::{Extent, Guard};
+    use crate::wire::{Extent, Extents, Guard};
 
     fn get(op: u64, word: u64, extents: &[(u64, u64, u32)]) -> Get {
+        let all = |side: &dyn Fn((u64, u64, u32)) -> Extent| {
+            let all: Vec<Extent> = extents.iter().copied().map(side).collect();
+            Extents::new(&all).unwrap()
+        };
         Get {
             op: OpId(op),
             source_region: RegionId(0),
-            source: extents.iter().map(|(s, _, len)| Extent { offset: *s, len: *len }).collect(),
+            source: all(&|(offset, _, len)| Extent { offset, len }),
             guard: Guard { region: RegionId(0), offset: word, expect: 7 },
             target_region: RegionId(0),
-            target: extents.iter().map(|(_, t, len)| Extent { offset: *t, len: *len }).collect(),
+            target: all(&|(_, offset, len)| Extent { offset, len }),
         }
     }
 

@@ -30,10 +30,10 @@ fn get(op: u64, source: Extent, target: u64, guard: u64) -> Get {
     Get {
         op: OpId(op),
         source_region: RegionId(0),
-        source: vec![source],
+        source: source.into(),
         guard: Guard { region: RegionId(0), offset: guard, expect: 1 },
         target_region: RegionId(0),
-        target: vec![Extent { offset: target, len: source.len }],
+        target: Extent { offset: target, len: source.len }.into(),
     }
 }
 

@@ -4,13 +4,15 @@
 //! each page by cache, layer, page number and rows. Tags bind bytes to that name, to the tokens
 //! before it and to the layout.
 
+use super::hash::{digest_of, page_hash};
 use super::pools::{POOLS, PoolError, Pools};
-use dsa_kernels::{DeviceError, Mem};
 use kv_pool::{
-    ChainHash, DigestStream, Fingerprint, Namespace, PageDigest, PageRef, PageTable, PageTag,
-    PlanEntry, PoolKind, TagInput, tag,
+    ChainHash, Fingerprint, Namespace, PageDigest, PageRef, PageTable, PlanEntry, PoolKind,
+    TagInput, tag,
 };
+use pd_transfer::copy::PageHash;
 use pd_transfer::driver::Verifier;
+use pd_transfer::get::Digest;
 use pd_transfer::receiver::{Target, Verify};
 use pd_transfer::wire::{AttemptId, Extent, Guard, Identity, Item, Key, RegionId, Tag};
 use std::collections::BTreeMap;
@@ -109,11 +111,13 @@ pub fn offer(
     entries: &[PlanEntry],
 ) -> Result<Vec<Item>, HandoffError> {
     let mut items = Vec::with_capacity(entries.len());
+    let mut hash = page_hash();
     for entry in entries {
         let page = page_of(table, entry).ok_or_else(|| missing(entry))?;
         let extents = extents_of(pools, entry, page).ok_or_else(|| missing(entry))?;
         let input = context.input(entry).ok_or_else(|| missing(entry))?;
-        let found = tag_of(pools.mem(entry.pool), &extents, &input).map_err(PoolError::from)?;
+        let digest = digest_of(&mut *hash, pools.mem(entry.pool), &extents);
+        let found = tag(&digest.map_err(PoolError::from)?, &input);
         let region = region_of(entry.pool);
         let offset = pools.word_offset(page);
         items.push(Item {
@@ -143,48 +147,13 @@ pub fn targets(
     entries.iter().map(target).collect()
 }
 
-/// Bytes that are digested at a time: a few chunks of the digest, and little enough to stay in the
-/// first-level cache beside the tables.
-const PIECE: usize = 4096;
-
-fn tag_of(mem: &Mem, extents: &[Extent], input: &TagInput) -> Result<PageTag, DeviceError> {
-    Ok(tag(&digest_of(mem, extents)?, input))
-}
-
-/// Digest of the bytes of all extents, one after the other.
-pub fn digest_of(mem: &Mem, extents: &[Extent]) -> Result<PageDigest, DeviceError> {
-    let mut stream = DigestStream::new();
-    let mut piece = [0; PIECE];
-    for extent in extents {
-        let end = extent.offset + u64::from(extent.len);
-        let mut at = extent.offset;
-        while at < end {
-            let bytes = &mut piece[..(end - at).min(PIECE as u64) as usize];
-            mem.read(at, bytes)?;
-            stream.update(bytes);
-            at += bytes.len() as u64;
-        }
-    }
-    Ok(stream.finish())
-}
-
 /// Checks landed pages against the tags that the prompt's tokens and the layout demand.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct PageVerifier {
-    mems: [Mem; 3],
     prompts: Mutex<BTreeMap<[u8; 16], Arc<TagBinding>>>,
 }
 
 impl PageVerifier {
-    /// Verifier over the memory of a worker's pools.
-    #[must_use]
-    pub fn new(pools: &Pools) -> Self {
-        Self {
-            mems: POOLS.map(|kind| pools.mem(kind).clone()),
-            prompts: Mutex::new(BTreeMap::new()),
-        }
-    }
-
     /// Names the prompt of an attempt, before its first page can land.
     pub fn expect(&self, attempt: AttemptId, context: Arc<TagBinding>) {
         self.prompts.lock().unwrap_or_else(PoisonError::into_inner).insert(attempt.0, context);
@@ -201,14 +170,15 @@ impl PageVerifier {
 }
 
 impl Verifier for PageVerifier {
-    fn verify(&self, page: &Verify) -> bool {
+    fn hash(&self) -> Box<dyn PageHash> {
+        page_hash()
+    }
+
+    fn verify(&self, page: &Verify, digest: Option<Digest>) -> bool {
+        let Some(digest) = digest else { return false };
         let Some(context) = self.context(page.attempt) else { return false };
         let Ok(entry) = PlanEntry::from_key(page.key.0) else { return false };
         let Some(input) = context.input(&entry) else { return false };
-        let Some(mem) = self.mems.get(page.region.0 as usize) else { return false };
-        if page.region != region_of(entry.pool) {
-            return false;
-        }
-        tag_of(mem, &page.extents, &input).is_ok_and(|found| found.0 == page.tag.0)
+        page.region == region_of(entry.pool) && tag(&PageDigest(digest), &input).0 == page.tag.0
     }
 }

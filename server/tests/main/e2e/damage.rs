@@ -8,7 +8,9 @@ use dsv4_model::config::ModelConfig;
 use dsv4_server::engine::FailureKind;
 use dsv4_server::node::NodeOptions;
 use kv_pool::{CacheKind, Geometry, IndexKeyType, Numerics};
+use pd_transfer::copy::{PageHash, Plain};
 use pd_transfer::driver::Verifier;
+use pd_transfer::get::Digest;
 use pd_transfer::receiver::Verify;
 use std::path::Path;
 use std::sync::Arc;
@@ -168,7 +170,11 @@ async fn damaged_record_or_offer_is_never_believed() {
 struct Believer;
 
 impl Verifier for Believer {
-    fn verify(&self, _: &Verify) -> bool {
+    fn hash(&self) -> Box<dyn PageHash> {
+        Box::new(Plain)
+    }
+
+    fn verify(&self, _: &Verify, _: Option<Digest>) -> bool {
         true
     }
 }

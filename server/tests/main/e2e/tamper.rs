@@ -5,8 +5,9 @@
 //! addresses, lost packets and half-finished copies do.
 
 use kv_pool::{CacheKind, Geometry, PoolKind};
+use pd_transfer::copy::Hashing;
 use pd_transfer::get::Get;
-use pd_transfer::id::PeerId;
+use pd_transfer::id::{OpId, PeerId};
 use pd_transfer::transport::{
     EventSink, RegionOwner, Transport, TransportError, TransportEvent, TransportFactory,
 };
@@ -290,9 +291,13 @@ impl Transport for Tampered {
         self.inner.send(to, message)
     }
 
-    fn get(&mut self, from: PeerId, mut get: Get) -> Result<(), TransportError> {
-        self.tamper.damage_get(&mut get);
-        self.inner.get(from, get)
+    fn hash_with(&mut self, hashing: Hashing) {
+        self.inner.hash_with(hashing);
+    }
+
+    fn get_many(&mut self, from: PeerId, mut gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
+        gets.iter_mut().for_each(|get| self.tamper.damage_get(get));
+        self.inner.get_many(from, gets)
     }
 
     fn cut(&mut self, peer: PeerId) {

@@ -1,0 +1,277 @@
+//! The page digest in the same pass as the copy.
+//!
+//! With AVX2 each 1,024-byte chunk is loaded once, digested in registers and stored around the
+//! caches: a page that just arrived is read again much later, and a store that does not fetch its
+//! line first saves a third of the memory traffic. Elsewhere the portable digest runs over small
+//! pieces.
+#![expect(unsafe_code, reason = "copies by address, with vector instructions")]
+
+use dsa_kernels::{DeviceError, Mem};
+use kv_pool::{CHUNK_BYTES, DigestStream, LaneSums, PageDigest};
+use pd_transfer::copy::{Bounced, PageHash, StreamHash};
+use pd_transfer::get::Digest;
+use pd_transfer::wire::Extent;
+
+/// The page digest for a thread that copies pages, in the fastest form that this processor has.
+#[must_use]
+pub fn page_hash() -> Box<dyn PageHash> {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("avx2") {
+        return Box::new(avx2::Fused::default());
+    }
+    Box::new(Bounced::new(Portable::default()))
+}
+
+/// The digest of the bytes of all extents, one after the other, by a [`page_hash`]. The owner of the
+/// memory does not write them meanwhile.
+///
+/// # Errors
+/// [`DeviceError::OutOfRange`].
+pub fn digest_of(
+    hash: &mut dyn PageHash,
+    mem: &Mem,
+    extents: &[Extent],
+) -> Result<PageDigest, DeviceError> {
+    for &Extent { offset, len } in extents {
+        let (len, capacity) = (u64::from(len), mem.len());
+        if offset.checked_add(len).is_none_or(|end| end > capacity) {
+            return Err(DeviceError::OutOfRange { offset, len, capacity });
+        }
+    }
+    // Nothing of a page that was given up before.
+    let _ = hash.finish();
+    for extent in extents {
+        // SAFETY: the range is inside the memory (checked above), which stays mapped while it is
+        // borrowed; the caller vouches that nobody writes it.
+        unsafe {
+            hash.read(mem.as_ptr().wrapping_add(extent.offset as usize), extent.len as usize)
+        };
+    }
+    Ok(PageDigest(hash.finish().expect("each hash of `page_hash` makes a digest")))
+}
+
+/// The portable digest of `kv-pool`.
+#[derive(Clone, Debug, Default)]
+struct Portable(DigestStream);
+
+impl StreamHash for Portable {
+    fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    fn finish(&mut self) -> Digest {
+        std::mem::take(&mut self.0).finish().0
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx2 {
+    use super::{CHUNK_BYTES, Digest, LaneSums, PageHash};
+    use std::arch::x86_64::{
+        __m256i, _MM_HINT_T0, _mm_prefetch, _mm_sfence, _mm256_add_epi64, _mm256_loadu_si256,
+        _mm256_mul_epu32, _mm256_permute4x64_epi64, _mm256_setzero_si256, _mm256_srli_epi64,
+        _mm256_storeu_si256, _mm256_stream_si256, _mm256_xor_si256,
+    };
+
+    const STRIPE_BYTES: usize = 64;
+    /// How far ahead the source is fetched: about what the memory needs to answer.
+    const AHEAD: usize = 2 * CHUNK_BYTES;
+
+    /// What a chunk does to the target.
+    #[derive(Clone, Copy, PartialEq, Eq)]
+    enum Store {
+        Nothing,
+        /// The target is aligned to 32.
+        AroundCaches,
+        Plain,
+    }
+
+    /// Sums over the chunks so far, and the bytes of a chunk that is not full.
+    pub(super) struct Fused {
+        sums: LaneSums,
+        open: [u8; CHUNK_BYTES],
+        filled: usize,
+    }
+
+    impl Default for Fused {
+        fn default() -> Self {
+            Self { sums: LaneSums::default(), open: [0; CHUNK_BYTES], filled: 0 }
+        }
+    }
+
+    impl Fused {
+        /// Takes in `bytes` bytes and stores them if there is a target.
+        ///
+        /// # Safety
+        /// As for [`PageHash::copy`] and [`PageHash::read`]; the processor has AVX2.
+        unsafe fn take(&mut self, source: *const u8, target: Option<*mut u8>, bytes: usize) {
+            let store = match target {
+                None => Store::Nothing,
+                Some(target) if target.addr().is_multiple_of(32) => Store::AroundCaches,
+                Some(_) => Store::Plain,
+            };
+            let target = target.unwrap_or(std::ptr::null_mut());
+            let mut at = 0;
+            while at < bytes {
+                let (from, to) = (source.wrapping_add(at), target.wrapping_add(at));
+                let rest = bytes - at;
+                if self.filled == 0 && rest >= CHUNK_BYTES {
+                    // The fill level of the open chunk is 0, so `at` may have become unaligned.
+                    let store = match store {
+                        Store::AroundCaches if !to.addr().is_multiple_of(32) => Store::Plain,
+                        other => other,
+                    };
+                    // SAFETY: a whole chunk is left of the ranges that the caller vouches for, and
+                    // with them for AVX2; `to` is aligned if it is stored around the caches.
+                    let lanes = unsafe {
+                        match store {
+                            Store::Nothing => chunk::<0>(from, to),
+                            Store::AroundCaches => chunk::<1>(from, to),
+                            Store::Plain => chunk::<2>(from, to),
+                        }
+                    };
+                    self.sums.add(&lanes);
+                    at += CHUNK_BYTES;
+                    continue;
+                }
+                let part = rest.min(CHUNK_BYTES - self.filled);
+                let piece = &mut self.open[self.filled..self.filled + part];
+                // SAFETY: `part` bytes are left of the source; the piece is this value's own.
+                unsafe { from.copy_to_nonoverlapping(piece.as_mut_ptr(), part) };
+                if store != Store::Nothing {
+                    // SAFETY: `part` bytes are left of the target. What is stored is what was taken
+                    // in, also if the source has changed since.
+                    unsafe { to.copy_from_nonoverlapping(piece.as_ptr(), part) };
+                }
+                self.filled += part;
+                at += part;
+                if self.filled == CHUNK_BYTES {
+                    self.filled = 0;
+                    // SAFETY: reads a whole chunk of this value; the caller vouches for AVX2.
+                    let lanes = unsafe { chunk::<0>(self.open.as_ptr(), std::ptr::null_mut()) };
+                    self.sums.add(&lanes);
+                }
+            }
+            if store == Store::AroundCaches {
+                // SAFETY: needs SSE, which every x86-64 has.
+                // Makes the stores as visible as others before anybody is told of them.
+                unsafe { _mm_sfence() };
+            }
+        }
+    }
+
+    impl PageHash for Fused {
+        unsafe fn copy(&mut self, source: *const u8, target: *mut u8, bytes: usize) {
+            // SAFETY: the caller vouches for the ranges; `page_hash` has seen that there is AVX2.
+            unsafe { self.take(source, Some(target), bytes) };
+        }
+
+        unsafe fn read(&mut self, source: *const u8, bytes: usize) {
+            // SAFETY: the caller vouches for the range; `page_hash` has seen that there is AVX2.
+            unsafe { self.take(source, None, bytes) };
+        }
+
+        fn finish(&mut self) -> Option<Digest> {
+            let sums = std::mem::take(&mut self.sums);
+            let filled = std::mem::take(&mut self.filled);
+            Some(sums.finish(&self.open[..filled]).0)
+        }
+    }
+
+    /// Lane sums of the chunk at `from`, which is also stored at `to`: not at all, around the
+    /// caches, or as usual. The sums are defined in `kv_pool::digest`.
+    ///
+    /// # Safety
+    /// A chunk can be read at `from` and, if it is stored, written at `to`, aligned to 32 around
+    /// the caches.
+    #[target_feature(enable = "avx2")]
+    unsafe fn chunk<const STORE: u8>(from: *const u8, to: *mut u8) -> [u64; 8] {
+        let zero = _mm256_setzero_si256();
+        let (mut product, mut plain) = ([zero; 2], [zero; 2]);
+        let keys = LaneSums::KEYS.as_ptr().cast::<u8>();
+        for stripe in 0..CHUNK_BYTES / STRIPE_BYTES {
+            let at = stripe * STRIPE_BYTES;
+            _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(at + AHEAD).cast());
+            for half in 0..2 {
+                let at = at + 32 * half;
+                // SAFETY: `at + 32` is at most the chunk's length, which is also that of the keys;
+                // these loads need no alignment.
+                let (v, key) = unsafe {
+                    (
+                        _mm256_loadu_si256(from.add(at).cast::<__m256i>()),
+                        _mm256_loadu_si256(keys.add(at).cast::<__m256i>()),
+                    )
+                };
+                match STORE {
+                    // SAFETY: `at + 32` is inside the target, which is aligned to 32, as is `at`.
+                    1 => unsafe { _mm256_stream_si256(to.add(at).cast::<__m256i>(), v) },
+                    // SAFETY: `at + 32` is inside the target; this store needs no alignment.
+                    2 => unsafe { _mm256_storeu_si256(to.add(at).cast::<__m256i>(), v) },
+                    _ => {}
+                }
+                let k = _mm256_xor_si256(v, key);
+                let high = _mm256_srli_epi64::<32>(k);
+                product[half] = _mm256_add_epi64(product[half], _mm256_mul_epu32(k, high));
+                plain[half] = _mm256_add_epi64(plain[half], v);
+            }
+        }
+        let mut lanes = [0_u64; 8];
+        for half in 0..2 {
+            // Lane `l` takes the plain sum of lane `l ^ 1`.
+            let swapped = _mm256_permute4x64_epi64::<0b10_11_00_01>(plain[half]);
+            let sum = _mm256_add_epi64(product[half], swapped);
+            // SAFETY: writes four of the eight lanes, from 0 or 4 on.
+            unsafe { _mm256_storeu_si256(lanes.as_mut_ptr().add(4 * half).cast::<__m256i>(), sum) };
+        }
+        lanes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What `hash` makes of `bytes` in pieces of the given lengths, and what it stored.
+    fn copied(hash: &mut dyn PageHash, bytes: &[u8], cuts: &[usize], shift: usize) -> Vec<u8> {
+        let mut target = vec![0xEE_u8; bytes.len() + 128];
+        let begin = target.as_ptr().align_offset(64) + shift;
+        let mut at = 0;
+        for len in cuts.iter().copied().chain([usize::MAX]) {
+            let len = len.min(bytes.len() - at);
+            let to = target[begin + at..].as_mut_ptr();
+            // SAFETY: both ranges are inside their vectors, which nobody else has.
+            unsafe { hash.copy(bytes[at..].as_ptr(), to, len) };
+            at += len;
+        }
+        assert!(target[..begin].iter().all(|byte| *byte == 0xEE), "before the target");
+        assert!(target[begin + at..].iter().all(|byte| *byte == 0xEE), "behind the target");
+        target[begin..begin + at].to_vec()
+    }
+
+    #[test]
+    fn copies_and_digests_as_kv_pool_defines_it() {
+        let mut state = 1_u64;
+        let mut all = Vec::new();
+        while all.len() < 70_000 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            all.extend_from_slice(&state.to_le_bytes());
+        }
+        let mut hashes: [Box<dyn PageHash>; 2] =
+            [page_hash(), Box::new(Bounced::new(Portable::default()))];
+        for hash in &mut hashes {
+            for len in [0, 1, 31, 64, 255, 1023, 1024, 1025, 8448, 16_384, 37_440, 65_536] {
+                for cuts in [&[][..], &[1][..], &[1024][..], &[1000, 24][..], &[300, 4096, 7][..]] {
+                    for shift in [0, 8, 32] {
+                        let bytes = &all[..len];
+                        let stored = copied(&mut **hash, bytes, cuts, shift);
+                        assert!(stored == bytes, "{len} bytes cut at {cuts:?}");
+                        assert_eq!(hash.finish(), Some(kv_pool::digest(bytes).0), "{len} {cuts:?}");
+                    }
+                }
+                // SAFETY: reads inside of the vector, which nobody writes.
+                unsafe { hash.read(all.as_ptr(), len) };
+                assert_eq!(hash.finish(), Some(kv_pool::digest(&all[..len]).0));
+            }
+        }
+    }
+}
