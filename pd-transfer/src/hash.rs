@@ -72,6 +72,78 @@ pub fn hash128(bytes: &[u8]) -> [u8; 16] {
     out
 }
 
+/// [`hash128`] of bytes that come in pieces, however they are cut.
+#[derive(Clone, Debug)]
+pub struct Hash128 {
+    low: Lane,
+    high: Lane,
+    /// Bytes that are no whole word yet.
+    tail: [u8; 8],
+    tail_bytes: usize,
+    bytes: u64,
+}
+
+impl Default for Hash128 {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Hash128 {
+    /// Of no bytes.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self {
+            low: Lane { state: SEED_LOW, multiplier: MUL_A },
+            high: Lane { state: SEED_HIGH, multiplier: MUL_B },
+            tail: [0; 8],
+            tail_bytes: 0,
+            bytes: 0,
+        }
+    }
+
+    /// Takes in more bytes.
+    pub fn update(&mut self, mut bytes: &[u8]) {
+        self.bytes += bytes.len() as u64;
+        if self.tail_bytes > 0 {
+            let (head, rest) = bytes.split_at(bytes.len().min(8 - self.tail_bytes));
+            self.tail[self.tail_bytes..][..head.len()].copy_from_slice(head);
+            self.tail_bytes += head.len();
+            if self.tail_bytes < 8 {
+                return;
+            }
+            self.word(u64::from_le_bytes(self.tail));
+            self.tail_bytes = 0;
+            bytes = rest;
+        }
+        let (words, tail) = bytes.as_chunks::<8>();
+        for word in words {
+            self.word(u64::from_le_bytes(*word));
+        }
+        self.tail[..tail.len()].copy_from_slice(tail);
+        self.tail_bytes = tail.len();
+    }
+
+    /// The hash of all bytes.
+    #[must_use]
+    pub fn finish(mut self) -> [u8; 16] {
+        if self.tail_bytes > 0 {
+            self.tail[self.tail_bytes..].fill(0);
+            self.word(u64::from_le_bytes(self.tail));
+        }
+        self.word(self.bytes);
+        let mut out = [0; 16];
+        out[..8].copy_from_slice(&self.low.finish().to_le_bytes());
+        out[8..].copy_from_slice(&self.high.finish().to_le_bytes());
+        out
+    }
+
+    fn word(&mut self, word: u64) {
+        self.low.word(word);
+        self.high.word(word);
+    }
+}
+
 /// The hash over all pages of one attempt, independent of the order in which they were offered.
 ///
 /// [`hash128`] of the concatenated `key | identity | tag`, ascending by key.
@@ -118,6 +190,19 @@ mod tests {
         assert_eq!(checksum64(b"head", b"body bytes"), 0xE1EA_147E_9581_6D90);
         let hash = u128::from_be_bytes(hash128(b"prefill decode"));
         assert_eq!(hash, 0x5FA7_DD68_B063_126A_24F6_6700_CA4F_64CE);
+    }
+
+    #[test]
+    fn pieces_hash_as_the_whole() {
+        let bytes: Vec<u8> = (0..=99).collect();
+        for len in 0..bytes.len() {
+            let whole = &bytes[..len];
+            for piece in [1, 3, 7, 8, 9, 64] {
+                let mut hash = Hash128::new();
+                whole.chunks(piece).for_each(|piece| hash.update(piece));
+                assert_eq!(hash.finish(), hash128(whole), "{len} bytes by {piece}");
+            }
+        }
     }
 
     #[test]

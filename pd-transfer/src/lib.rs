@@ -38,10 +38,11 @@
 //! # Layers
 //!
 //! [`sender`], [`receiver`] and [`link`] are state machines without IO; they move by the tables in
-//! [`states`] and speak in the types of [`wire`]. [`endpoint`] joins them. All that is `no_std`.
+//! [`states`] and speak in the types of [`wire`]. [`endpoint`] joins them. [`group`] decides for several
+//! ranks that hand over one request together. All that is `no_std`.
 //! With the feature `std`, [`driver`] runs an endpoint on a thread over a [`transport`]:
 //! [`inprocess`], [`shm`], [`tcp`] or [`ucx`]. The feature `testing` adds fault injection, the conformance
-//! suite and a simulated world.
+//! suite and a simulated world; `tools` measures links.
 
 #![cfg_attr(not(feature = "std"), no_std)]
 
@@ -57,6 +58,7 @@ pub mod counters;
 pub mod driver;
 pub mod endpoint;
 pub mod get;
+pub mod group;
 pub mod hash;
 pub mod id;
 #[cfg(feature = "std")]
@@ -73,6 +75,8 @@ pub mod states;
 pub mod tcp;
 #[cfg(feature = "testing")]
 pub mod testing;
+#[cfg(feature = "tools")]
+pub mod tools;
 #[cfg(feature = "std")]
 pub mod transport;
 #[cfg(feature = "std")]

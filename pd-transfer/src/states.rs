@@ -235,6 +235,151 @@ table! {
     }
 }
 
+table! {
+    /// One request at a rank group (decode side).
+    "pull" PullState {
+        /// No source can be reached by every rank, or none was looked for yet.
+        Waiting,
+        /// A round is under way at every rank.
+        Pulling,
+        /// The round has failed and another one may follow, once every rank is quiet.
+        Breaking,
+        /// The request has failed; some rank is not quiet.
+        Ending,
+        /// Completed, or failed and quiet.
+        Gone,
+    }
+    PullEvent {
+        /// Every rank has a source: a round begins.
+        Assigned,
+        /// Every rank completed with the same record.
+        Agreed,
+        /// A rank failed, or completed with another record.
+        Broken,
+        /// Cancelled, out of rounds, out of time, or a rank is gone.
+        GiveUp,
+        /// Every rank is quiet (after the round has failed).
+        Settled,
+    }
+    // PD-M1 PD-M4 PD-M9
+    Waiting: {
+        Assigned => To(Pulling), Agreed => Never, Broken => Never, GiveUp => To(Ending),
+        Settled => Never,
+    }
+    Pulling: {
+        Assigned => Never, Agreed => To(Gone), Broken => To(Breaking), GiveUp => To(Ending),
+        Settled => Never,
+    }
+    Breaking: {
+        Assigned => Never, Agreed => Never, Broken => Late, GiveUp => To(Ending),
+        Settled => To(Waiting),
+    }
+    Ending: {
+        Assigned => Never, Agreed => Never, Broken => Late, GiveUp => Late,
+        Settled => To(Gone),
+    }
+    Gone: {
+        Assigned => Never, Agreed => Never, Broken => Late, GiveUp => Late, Settled => Never,
+    }
+}
+
+table! {
+    /// One rank in one round (decode side).
+    "rank" RankState {
+        /// Its attempt is open.
+        Pulling,
+        /// Completed; its targets are verified and the group's, which has no verdict yet.
+        Landed,
+        /// Cancelled, and nothing heard since.
+        Leaving,
+        /// Failed; its targets may still be written.
+        Draining,
+        /// Its targets are free.
+        Quiet,
+    }
+    RankEvent {
+        /// Its attempt completed.
+        Completed,
+        /// Its attempt failed.
+        Failed,
+        /// Its attempt is quiet.
+        Drained,
+        /// The group lets go of the round.
+        Cancel,
+        /// The rank is gone, and with it the memory of its targets.
+        Lost,
+    }
+    Pulling: {
+        Completed => To(Landed), Failed => To(Draining), Drained => Late, Cancel => To(Leaving),
+        Lost => To(Quiet),
+    }
+    Landed: {
+        Completed => Late, Failed => Late, Drained => Late, Cancel => To(Quiet), Lost => To(Quiet),
+    }
+    // A completion that crossed the cancellation: no `Quiet` follows it.
+    Leaving: {
+        Completed => To(Quiet), Failed => To(Draining), Drained => Late, Cancel => Late,
+        Lost => To(Quiet),
+    }
+    Draining: {
+        Completed => Late, Failed => Late, Drained => To(Quiet), Cancel => Late, Lost => To(Quiet),
+    }
+    Quiet: {
+        Completed => Late, Failed => Late, Drained => Late, Cancel => Late, Lost => Late,
+    }
+}
+
+table! {
+    /// One computation that serves several attempts (prefill side).
+    "fan-out" FanOutState {
+        /// The upper layer computes.
+        Computing,
+        /// Everything was offered.
+        Finished,
+        /// The upper layer gave up.
+        Rejected,
+        /// Every attempt was cancelled while it was computed; takes no more attempts.
+        Stopped,
+        /// Released.
+        Gone,
+    }
+    FanOutEvent {
+        /// An attempt with the same key and request.
+        Join,
+        /// The upper layer offers pages.
+        Offer,
+        /// The upper layer has offered all pages.
+        Finish,
+        /// The upper layer gives up.
+        Reject,
+        /// The last attempt that was not cancelled was.
+        Deserted,
+        /// Every attempt is released and no rank is waited for.
+        Released,
+    }
+    // PD-M12 PD-M14
+    Computing: {
+        Join => To(Computing), Offer => To(Computing), Finish => To(Finished),
+        Reject => To(Rejected), Deserted => To(Stopped), Released => To(Gone),
+    }
+    Finished: {
+        Join => To(Finished), Offer => Late, Finish => Late, Reject => Late, Deserted => Late,
+        Released => To(Gone),
+    }
+    Rejected: {
+        Join => To(Rejected), Offer => Late, Finish => Late, Reject => Late, Deserted => Late,
+        Released => To(Gone),
+    }
+    Stopped: {
+        Join => Late, Offer => Late, Finish => Late, Reject => Late, Deserted => Late,
+        Released => To(Gone),
+    }
+    Gone: {
+        Join => Late, Offer => Late, Finish => Late, Reject => Late, Deserted => Late,
+        Released => Late,
+    }
+}
+
 /// Every state with every event, one line each: `machine state event result`.
 #[must_use]
 pub fn dump() -> String {
@@ -242,6 +387,9 @@ pub fn dump() -> String {
     ReceiverState::dump(&mut out);
     SenderState::dump(&mut out);
     LinkState::dump(&mut out);
+    PullState::dump(&mut out);
+    RankState::dump(&mut out);
+    FanOutState::dump(&mut out);
     out
 }
 
@@ -258,6 +406,21 @@ mod tests {
                     assert!(matches!(event, SenderEvent::Ended | SenderEvent::LinkLost));
                 }
             }
+        }
+    }
+
+    // PD-M4
+    #[test]
+    fn only_quiet_ranks_let_a_round_follow() {
+        for state in PullState::ALL {
+            for event in PullEvent::ALL {
+                if state.on(*event) == Move::To(PullState::Waiting) {
+                    assert_eq!((*state, *event), (PullState::Breaking, PullEvent::Settled));
+                }
+            }
+        }
+        for state in [RankState::Pulling, RankState::Leaving, RankState::Draining] {
+            assert_ne!(state.after(RankEvent::Cancel), Some(RankState::Quiet));
         }
     }
 

@@ -1,10 +1,11 @@
 //! For tests, of this crate and of those above it: fault injection, pages with known bytes, a
-//! prefill side that serves them, the conformance suite of transports, and a simulated world.
+//! prefill side and a prefill group that serve them, the conformance suite of transports, and a simulated world.
 
 pub mod conformance;
 pub mod faulty;
 pub mod mutation;
 pub mod pages;
+pub mod ranks;
 pub mod sim;
 mod sim_nodes;
 

@@ -4,12 +4,17 @@
 mod it {
     mod clauses;
     mod conformance;
+    mod fan_out;
     mod fences;
+    mod group;
     mod handoff;
     mod hostile;
+    #[cfg(feature = "tools")]
+    mod link_tool;
     mod model;
     mod processes;
     mod races;
+    mod ranks;
     mod side;
     mod sim;
     mod spec;

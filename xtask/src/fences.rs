@@ -17,7 +17,7 @@ const NOTE: &str = "docs/decisions/0007-dependencies.md";
 const EXTERNAL: [(&str, &[&str]); 6] = [
     ("anyhow", &["server", "xtask"]),
     ("axum", &["server"]),
-    ("clap", &["server", "xtask"]),
+    ("clap", &["pd-transfer", "server", "xtask"]),
     ("hyper", &["server"]),
     ("serde_json", &["dsv4-model", "server", "xtask"]),
     ("tokio", &["server"]),

@@ -132,6 +132,24 @@ fn unknown_kinds_in_a_key_are_errors() {
     }
 }
 
+/// When it gets a place, the fingerprint changes: nobody can leave it out unnoticed.
+#[test]
+fn drafting_state_has_a_number_and_no_place_yet() {
+    for numerics in Numerics::ALL {
+        for index in IndexKeyType::ALL {
+            let geometry = small_geometry(numerics, index);
+            assert!(geometry.describe().contains("cache 7 draft: none\n"));
+            let plan = handoff_plan(&geometry, 1000, 0);
+            assert!(plan.iter().all(|entry| entry.kind != CacheKind::Draft));
+            // A peer that plans for it speaks of a page that is in no plan of ours.
+            let draft = PlanEntry { kind: CacheKind::Draft, ..plan[plan.len() - 1] };
+            assert_eq!(PlanEntry::from_key(draft.key()), Ok(draft));
+            assert!(plan.iter().all(|entry| entry.key() != draft.key()));
+        }
+    }
+    assert_eq!((CacheKind::Draft as u8, CacheKind::Draft.pool()), (7, None));
+}
+
 /// A pool's memory with distinct bytes in it.
 fn filled(bytes: u64, seed: u32) -> Vec<u8> {
     let mut state = seed | 1;

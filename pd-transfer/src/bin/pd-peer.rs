@@ -2,21 +2,25 @@
 //!
 //! - `pd-peer tcp|shm|ucx ADDRESS` is a prefill side: prints `listening ADDRESS` and serves pages
 //!   with known bytes.
+//! - `pd-peer rank tcp|shm|ucx ADDRESS` is the same as one rank of a prefill group: its pages follow
+//!   from the request, and are the same at every rank.
 //! - `pd-peer pull tcp|shm|ucx ADDRESS` is a decode side: pulls and verifies one attempt after the
 //!   other and prints a line for each piece of news.
 //! - `pd-peer conformance ucx` runs the conformance suite in this process, with its environment.
 //! - `pd-peer version` prints the version of the UCX library that is found.
 //!
-//! The first two end when their standard input does.
+//! The first three end when their standard input does.
 
-use pd_transfer::driver::{Driver, DriverConfig, DriverHandle};
+use pd_transfer::driver::{Driver, DriverConfig, DriverHandle, UpcallSink};
 use pd_transfer::endpoint::Upcall;
+use pd_transfer::group::Rank;
 use pd_transfer::id::PeerId;
 use pd_transfer::receiver::Start;
 use pd_transfer::shm::{SharedRegion, Shm};
 use pd_transfer::tcp::Tcp;
 use pd_transfer::testing::conformance::{Subject, run};
 use pd_transfer::testing::pages::{PageServer, PageVerifier, Request, Trusting, targets};
+use pd_transfer::testing::ranks::RankServer;
 use pd_transfer::transport::{HeapRegion, RegionOwner, TransportFactory};
 use pd_transfer::ucx::{self, Ucx};
 use pd_transfer::wire::{AttemptId, Fingerprint, Incarnation, RegionId, Role};
@@ -25,7 +29,7 @@ use std::io::{Read, Write};
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 
-const USAGE: &str = "want [pull] tcp|shm|ucx ADDRESS, or conformance ucx, or version";
+const USAGE: &str = "want [pull|rank] tcp|shm|ucx ADDRESS, or conformance ucx, or version";
 /// What each attempt of `pull` asks for.
 const REQUEST: Request = Request { pages: 200, page_bytes: 37_440 };
 
@@ -38,6 +42,7 @@ fn main() -> Outcome {
         ["version"] => say(&ucx::version()?.to_string()),
         ["conformance", "ucx"] => conformance(),
         ["pull", kind, address] => pull(factory(kind)?, address),
+        ["rank", kind, address] => rank(factory(kind)?, address),
         [kind, address] => serve(factory(kind)?, address),
         _ => Err(USAGE.into()),
     }
@@ -70,11 +75,28 @@ fn config(role: Role, memory: &Arc<dyn RegionOwner>) -> Result<DriverConfig, Box
 fn serve(factory: TransportFactory, address: &str) -> Outcome {
     let memory: Arc<dyn RegionOwner> = SharedRegion::new(128 << 20)?;
     let server = PageServer::new(Arc::clone(&memory), 64);
-    let mut config = config(Role::Prefill, &memory)?;
-    config.listen = Some(address.into());
     let upcalls = server.sink(Arc::new(|_| {}));
+    wait_for_end(factory, address, &memory, upcalls, |handle| server.attach(handle))
+}
+
+fn rank(factory: TransportFactory, address: &str) -> Outcome {
+    let memory: Arc<dyn RegionOwner> = SharedRegion::new(128 << 20)?;
+    let server = RankServer::new(vec![Arc::clone(&memory)]);
+    let upcalls = server.sink(Rank(0), Arc::new(|_| {}));
+    wait_for_end(factory, address, &memory, upcalls, |handle| server.attach(Rank(0), handle))
+}
+
+fn wait_for_end(
+    factory: TransportFactory,
+    address: &str,
+    memory: &Arc<dyn RegionOwner>,
+    upcalls: UpcallSink,
+    attach: impl FnOnce(DriverHandle),
+) -> Outcome {
+    let mut config = config(Role::Prefill, memory)?;
+    config.listen = Some(address.into());
     let handle = Driver::spawn(config, factory, Arc::new(Trusting), upcalls)?;
-    server.attach(handle.clone());
+    attach(handle.clone());
     say(&format!("listening {}", handle.listen_address().unwrap_or_default()))?;
     std::io::stdin().read_to_end(&mut Vec::new())?;
     handle.shutdown();

@@ -45,6 +45,12 @@ mutations! {
     Manifest,
     /// World: a lost link is reported after its reads have stopped.
     Fence,
+    /// Ranks that completed a round have the same record.
+    RecordCompare,
+    /// A round waits until every rank of the one before is quiet.
+    RoundQuiet,
+    /// Pages that serve several attempts wait for the last of them.
+    LastRelease,
 }
 
 thread_local! {

@@ -203,7 +203,9 @@ impl PageServer {
         let server = self.clone();
         Arc::new(move |upcall| {
             match &upcall {
-                Upcall::Requested { attempt, request, .. } => server.serve(*attempt, request),
+                Upcall::Requested { attempt, request, have, .. } => {
+                    server.serve(*attempt, request, *have);
+                }
                 Upcall::Release { attempt, .. } => server.release(*attempt),
                 _ => {}
             }
@@ -211,12 +213,14 @@ impl PageServer {
         })
     }
 
-    fn serve(&self, attempt: AttemptId, request: &[u8]) {
+    /// Pages before `have` are not offered.
+    fn serve(&self, attempt: AttemptId, request: &[u8], have: u32) {
         let handle = self.handle.wait();
         let items = Request::decode(request)
             .and_then(|request| Some((request, self.fill(attempt, request)?)));
         let sent = match items {
-            Some((request, items)) => {
+            Some((request, mut items)) => {
+                items.drain(..items.len().min(have as usize));
                 let payload = attempt.0.to_vec();
                 let record = FinalRecord::new(request.plan_hash(attempt), &items, payload);
                 items

@@ -1,16 +1,17 @@
 //! Two drivers: whole hand-offs, damaged pages, refusals, cancellation, lost peers.
 
 use crate::it::side::{Prefill, Side, attempt, layout};
+use pd_transfer::copy::{read, write};
 use pd_transfer::driver::Verifier;
 use pd_transfer::endpoint::Upcall;
 use pd_transfer::inprocess::InProcessNet;
-use pd_transfer::receiver::{FailReason, StartError};
+use pd_transfer::receiver::{FailReason, StartError, Target};
 use pd_transfer::sender::SenderConfig;
 use pd_transfer::tcp::Tcp;
 use pd_transfer::testing::faulty::{Fault, Faulty};
-use pd_transfer::testing::pages::{Request, Trusting, targets};
+use pd_transfer::testing::pages::{Request, Trusting, number, targets};
 use pd_transfer::transport::TransportFactory;
-use pd_transfer::wire::{RegionId, code};
+use pd_transfer::wire::{Extent, RegionId, code};
 use std::sync::Arc;
 
 const REQUEST: Request = Request { pages: 100, page_bytes: 8448 };
@@ -43,6 +44,45 @@ fn a_hundred_pages_arrive_verified() {
         assert_eq!(counters.items_checked, 100);
         assert_eq!(counters.bytes_pulled, 844_800);
         assert_eq!((counters.mismatches, counters.attempts_failed), (0, 0));
+    }
+}
+
+/// Slots of a table in an order that is not the source's; the first ones hold a prefix already.
+// PD-R3 PD-G2
+#[test]
+fn after_a_prefix_hit_only_the_missing_pages_are_pulled_each_into_its_place() {
+    const HAVE: u32 = 37;
+    let slot = |n: u32| u64::from((n * 61 + 5) % 100) * 8448;
+    let place = |mut target: Target| {
+        target.extents[0].offset = slot(number(&target.key));
+        target
+    };
+    let all: Vec<Target> = targets(REQUEST, RegionId(0), 0).into_iter().map(place).collect();
+    let missing: Vec<Target> =
+        all.iter().filter(|target| number(&target.key) >= HAVE).cloned().collect();
+    let (prefill, mut decode) = linked(Tcp::factory(), None);
+    for n in 0..HAVE {
+        write(decode.memory(), slot(n), &[n as u8; 8448]).unwrap();
+    }
+    decode.start_from(attempt(1), REQUEST, HAVE, missing.clone());
+    let record = decode.record(attempt(1));
+    assert_eq!(record.items, 100 - HAVE);
+    assert_eq!(decode.handle.counters().bytes_pulled, u64::from(100 - HAVE) * 8448);
+    assert_eq!(decode.wrong_pages(attempt(1), REQUEST, 0), Vec::<u32>::new());
+    for n in 0..HAVE {
+        let (mut bytes, extent) = (Vec::new(), Extent { offset: slot(n), len: 8448 });
+        read(decode.memory(), &extent, &mut bytes).unwrap();
+        assert!(bytes == [n as u8; 8448], "page {n} of the prefix was written");
+    }
+    prefill.released(attempt(1));
+
+    // A sender that counts the prefix differently ends the attempt; nothing is cut to fit.
+    for have in [HAVE - 1, HAVE + 1] {
+        let id = attempt(have as u8);
+        decode.start_from(id, REQUEST, have, missing.clone());
+        let why = decode.failed(id);
+        assert!(matches!(why, FailReason::Violation(_)), "{why}");
+        prefill.released(id);
     }
 }
 

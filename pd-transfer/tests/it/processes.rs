@@ -13,15 +13,19 @@ use std::process::{Child, Command, Stdio};
 
 const REQUEST: Request = Request { pages: 200, page_bytes: 37_440 };
 
-struct Process {
+pub(super) struct Process {
     child: Child,
-    address: String,
+    pub(super) address: String,
 }
 
 impl Process {
     fn new(kind: &str, address: &str) -> Self {
+        Self::of(&[kind, address])
+    }
+
+    pub(super) fn of(arguments: &[&str]) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_pd-peer"))
-            .args([kind, address])
+            .args(arguments)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -33,7 +37,7 @@ impl Process {
     }
 
     /// SIGKILL.
-    fn kill(&mut self) {
+    pub(super) fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }

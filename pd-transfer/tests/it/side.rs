@@ -156,21 +156,43 @@ impl Side {
 
     pub(super) fn start_at(&mut self, attempt: AttemptId, request: Request, offset: u64) {
         let plan = targets(request, RegionId(0), offset);
-        self.begin(attempt, request, request, plan);
+        self.begin(attempt, request, request, 0, plan);
+    }
+
+    /// Has the first `have` pages; `plan` is where the others go.
+    pub(super) fn start_from(
+        &mut self,
+        attempt: AttemptId,
+        request: Request,
+        have: u32,
+        plan: Vec<Target>,
+    ) {
+        self.begin(attempt, request, request, have, plan);
+    }
+
+    pub(super) fn memory(&self) -> &dyn RegionOwner {
+        &*self.memory
     }
 
     /// Asks for one thing and plans for another.
     pub(super) fn start_raw(&mut self, attempt: AttemptId, asked: Request, planned: Request) {
-        self.begin(attempt, asked, planned, targets(planned, RegionId(0), 0));
+        self.begin(attempt, asked, planned, 0, targets(planned, RegionId(0), 0));
     }
 
-    fn begin(&mut self, attempt: AttemptId, asked: Request, planned: Request, plan: Vec<Target>) {
+    fn begin(
+        &mut self,
+        attempt: AttemptId,
+        asked: Request,
+        planned: Request,
+        have: u32,
+        plan: Vec<Target>,
+    ) {
         self.plans.insert(attempt, plan.clone());
         let start = Start {
             attempt,
             peer: self.peer.unwrap(),
             request: asked.encode(),
-            have: 0,
+            have,
             plan_hash: planned.plan_hash(attempt),
             plan,
         };

@@ -3,7 +3,8 @@
 
 use pd_transfer::hash::hash128;
 use pd_transfer::states::{
-    LinkEvent, LinkState, Move, ReceiverEvent, ReceiverState, SenderEvent, SenderState,
+    FanOutEvent, FanOutState, LinkEvent, LinkState, Move, PullEvent, PullState, RankEvent,
+    RankState, ReceiverEvent, ReceiverState, SenderEvent, SenderState,
 };
 use pd_transfer::wire::{
     AttemptId, FinalRecord, Fingerprint, HEADER_BYTES, Hello, Incarnation, Limits, MAGIC,
@@ -146,7 +147,7 @@ fn states<S: Debug + Copy, E: Debug + Copy>(
     out
 }
 
-fn generated() -> [(&'static str, String); 7] {
+fn generated() -> [(&'static str, String); 10] {
     [
         ("wire hash", wire_hash()),
         ("limits", limits()),
@@ -155,6 +156,9 @@ fn generated() -> [(&'static str, String); 7] {
         ("receiver states", states(ReceiverState::ALL, ReceiverEvent::ALL, ReceiverState::on)),
         ("sender states", states(SenderState::ALL, SenderEvent::ALL, SenderState::on)),
         ("link states", states(LinkState::ALL, LinkEvent::ALL, LinkState::on)),
+        ("pull states", states(PullState::ALL, PullEvent::ALL, PullState::on)),
+        ("rank states", states(RankState::ALL, RankEvent::ALL, RankState::on)),
+        ("fan-out states", states(FanOutState::ALL, FanOutEvent::ALL, FanOutState::on)),
     ]
 }
 
