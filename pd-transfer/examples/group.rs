@@ -1,7 +1,7 @@
 //! A decode worker of two ranks pulls one prompt from a prefill worker of three ranks over TCP. One
 //! prefill rank leaves in the middle, and the request completes in a second round without it.
 
-use pd_transfer::copy::{Bounced, PageHash, StreamHash, set_guard, write};
+use pd_transfer::copy::{set_guard, write};
 use pd_transfer::driver::{Driver, DriverConfig, DriverHandle, Verifier};
 use pd_transfer::endpoint::Upcall;
 use pd_transfer::get::Digest;
@@ -11,6 +11,7 @@ use pd_transfer::group::{
 };
 use pd_transfer::hash::{Hash128, hash128};
 use pd_transfer::id::Time;
+use pd_transfer::page_hash::{Bounced, PageHash, StreamHash};
 use pd_transfer::receiver::{Start, Target, Verify};
 use pd_transfer::tcp::Tcp;
 use pd_transfer::transport::{HeapRegion, RegionOwner};

@@ -1,10 +1,11 @@
 //! Two drivers over TCP: 100 pages go from a prefill side to a decode side, each one verified.
 
-use pd_transfer::copy::{Bounced, PageHash, StreamHash, read, set_guard, write};
+use pd_transfer::copy::{read, set_guard, write};
 use pd_transfer::driver::{Driver, DriverConfig, Verifier};
 use pd_transfer::endpoint::Upcall;
 use pd_transfer::get::Digest;
 use pd_transfer::hash::hash128;
+use pd_transfer::page_hash::{Bounced, PageHash, StreamHash};
 use pd_transfer::receiver::{Start, Target, Verify};
 use pd_transfer::tcp::Tcp;
 use pd_transfer::transport::{HeapRegion, RegionOwner};

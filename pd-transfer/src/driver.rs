@@ -1,11 +1,11 @@
 //! The thread that drives an endpoint over a transport, and the handle of the upper layer.
 
-use crate::copy::{Hashing, PageHash};
 use crate::counters::Counters;
 use crate::endpoint::{Action, Endpoint, EndpointConfig, PeerSnapshot, Upcall};
 use crate::get::{Digest, Get, GetOutcome};
 use crate::id::{PeerId, Time};
 use crate::link::LinkConfig;
+use crate::page_hash::{Hashing, PageHash};
 use crate::receiver::{ReceiverConfig, Start, Target, Verify};
 use crate::sender::SenderConfig;
 use crate::states::LinkState;
@@ -58,7 +58,7 @@ impl Clock for SystemClock {
 
 /// Says whether bytes that landed are the page they should be.
 pub trait Verifier: Send + Sync {
-    /// What digests pages, made once per thread that copies them. See [`crate::copy::Bounced`] for
+    /// What digests pages, made once per thread that copies them. See [`crate::page_hash::Bounced`] for
     /// digests over slices.
     fn hash(&self) -> Box<dyn PageHash>;
 
@@ -324,6 +324,12 @@ impl DriverHandle {
     }
 }
 
+/// Bytes that landed, by their digest.
+#[derive(Clone, Copy, Debug)]
+struct Landed {
+    digest: Option<Digest>,
+}
+
 /// A link that is kept open.
 #[derive(Debug)]
 struct Route {
@@ -342,8 +348,8 @@ pub struct Driver {
     inline: Arc<Mutex<VecDeque<Command>>>,
     events: Receiver<TransportEvent>,
     verifier: Arc<dyn Verifier>,
-    /// The get whose end is being handled, if its bytes landed: their digest.
-    landed: Option<Option<Digest>>,
+    /// The get whose end is being handled, if its bytes landed.
+    landed: Option<Landed>,
     /// Gets that are not given to the transport yet, all of one peer.
     gets: (PeerId, Vec<Get>),
     snapshot: Arc<Mutex<Snapshot>>,
@@ -537,7 +543,7 @@ impl Driver {
             Action::Verify(page) => {
                 // PD-V1 PD-V6
                 // Without a get that just landed there is nothing that could be right.
-                let ok = self.landed.take().is_some_and(|digest| {
+                let ok = self.landed.take().is_some_and(|Landed { digest }| {
                     let verify = || self.verifier.verify(&page, digest);
                     panic::catch_unwind(AssertUnwindSafe(verify)).unwrap_or(false)
                 });
@@ -570,7 +576,7 @@ impl Driver {
     /// at hand.
     fn on_ended(&mut self, now: Time, gets: Vec<Ended>) {
         for Ended { op, outcome, digest } in gets {
-            self.landed = (outcome == GetOutcome::Done).then_some(digest);
+            self.landed = (outcome == GetOutcome::Done).then_some(Landed { digest });
             self.endpoint.handle_got(now, op, outcome);
             self.drain(now);
             // The digest for an attempt that has ended meanwhile is of no use.

@@ -24,7 +24,7 @@ pub struct Get {
 }
 
 /// Stands for the bytes of a page; opaque, made by the upper layer's
-/// [`PageHash`](crate::copy::PageHash).
+/// [`PageHash`](crate::page_hash::PageHash).
 pub type Digest = [u8; 16];
 
 /// How a get ended. Whatever the outcome, no write to its target follows.

@@ -1,9 +1,10 @@
 //! A transport between endpoints of one process: copies by address, no sockets.
 
-use crate::copy::{Careful, Copied, Hashing, hashed_copy, plain};
+use crate::copy::{Copied, hashed_copy};
 use crate::get::{Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
+use crate::page_hash::{Careful, Hashing, plain};
 use crate::transport::{
     Ended, EventSink, LostReason, REPORT_GETS, RegionOwner, Regions, Transport, TransportError,
     TransportEvent, TransportFactory, no_peer, sift,

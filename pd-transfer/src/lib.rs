@@ -64,6 +64,8 @@ pub mod id;
 #[cfg(feature = "std")]
 pub mod inprocess;
 pub mod link;
+#[cfg(feature = "std")]
+pub mod page_hash;
 pub mod receiver;
 pub mod sender;
 #[cfg(feature = "std")]

@@ -9,10 +9,11 @@
 //! taken only if it is sealed against shrinking.
 #![expect(unsafe_code, reason = "maps memory, its own and that of peers")]
 
-use crate::copy::{Careful, Copied, Hashing, hashed_copy};
+use crate::copy::{Copied, hashed_copy};
 use crate::get::{Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
+use crate::page_hash::{Careful, Hashing};
 use crate::socket::{Conn, Links, Stream};
 use crate::transport::{
     Ended, EventSink, LostReason, RegionOwner, Regions, Transport, TransportError, TransportEvent,

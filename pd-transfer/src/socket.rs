@@ -6,10 +6,11 @@
 //! memory for the peer, the reading thread the only one that writes what the peer sent. A link
 //! ends in one place, [`Conn::finish`]: writer joined, gets answered, then the loss reported.
 
-use crate::copy::{Careful, Copied, Hashing, guarded_read, plain};
+use crate::copy::{Copied, guarded_read};
 use crate::get::{Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
+use crate::page_hash::{Careful, Hashing, plain};
 use crate::transport::{
     Ended, EventSink, LostReason, REPORT_GETS, RegionOwner, Regions, TransportError,
     TransportEvent, no_peer, sift,

@@ -3,10 +3,10 @@
 //! A get travels as a request; the writing thread of the source's link copies the page out under
 //! its guard and sends it. The fence is the end of that thread.
 
-use crate::copy::Hashing;
 use crate::get::Get;
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
+use crate::page_hash::Hashing;
 use crate::socket::{Conn, Links, Stream, other_greeting};
 use crate::transport::{
     EventSink, LostReason, RegionOwner, Regions, Transport, TransportError, TransportFactory,

@@ -16,10 +16,10 @@
 //!   its sink has stopped blocking, and joins its threads then.
 #![expect(unsafe_code, reason = "declares the unsafe trait of registered memory, implements it")]
 
-use crate::copy::Hashing;
 use crate::get::{Digest, Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
+use crate::page_hash::Hashing;
 use crate::wire::{Extent, Guard, RegionDesc, RegionId};
 use std::fmt;
 use std::io;

@@ -27,9 +27,9 @@ mod raw;
 mod sys;
 mod totals;
 
-use crate::copy::Hashing;
 use crate::get::Get;
 use crate::id::{OpId, PeerId};
+use crate::page_hash::Hashing;
 use crate::socket::{Conn, GET_BYTES_MAX, Links, Stream};
 use crate::tcp::{Acceptor, connect_to};
 use crate::transport::{

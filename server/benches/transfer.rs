@@ -9,11 +9,11 @@
 use dsa_kernels::{CpuDevice, Device as _, Mem, Place};
 use dsv4_server::glue::hash::{digest_of, page_hash};
 use dsv4_server::glue::regions::PoolRegion;
-use pd_transfer::copy::{PageHash, Plain};
 use pd_transfer::driver::{Driver, DriverConfig, DriverHandle, UpcallSink, Verifier};
 use pd_transfer::endpoint::Upcall;
 use pd_transfer::get::Digest;
 use pd_transfer::id::PeerId;
+use pd_transfer::page_hash::{PageHash, Plain};
 use pd_transfer::receiver::{Start, Target, Verify};
 use pd_transfer::shm::Shm;
 use pd_transfer::tcp::Tcp;

@@ -348,7 +348,7 @@ fn drain(pair: &mut Pair, taken: u64) {
 fn start_gets(pair: &mut Pair) -> u64 {
     (0..64)
         .map(|op| get(op, &[(4096 + op * 60_000, 50_000)], op * 60_000, 1))
-        .filter(|get| pair.target.transport.get(pair.at_source, get.clone()).is_ok())
+        .filter(|get| pair.target.transport.get(pair.at_source, *get).is_ok())
         .count() as u64
 }
 

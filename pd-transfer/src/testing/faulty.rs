@@ -1,8 +1,9 @@
 //! A transport that damages what chosen gets brought, after it landed and before it is reported.
 
-use crate::copy::{Careful, Hashing, plain, read, write};
+use crate::copy::{read, write};
 use crate::get::{Digest, Get, GetOutcome};
 use crate::id::{OpId, PeerId};
+use crate::page_hash::{Careful, Hashing, plain};
 use crate::transport::{
     Ended, EventSink, RegionOwner, Regions, Transport, TransportError, TransportEvent,
     TransportFactory, sift,

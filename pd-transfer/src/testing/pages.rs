@@ -2,11 +2,12 @@
 //! that serves them on request.
 
 use super::Rng;
-use crate::copy::{Bounced, PageHash, Plain, StreamHash, set_guard, write};
+use crate::copy::{set_guard, write};
 use crate::driver::{DriverHandle, UpcallSink, Verifier};
 use crate::endpoint::Upcall;
 use crate::get::Digest;
 use crate::hash::hash128;
+use crate::page_hash::{Bounced, PageHash, Plain, StreamHash};
 use crate::receiver::Target;
 use crate::receiver::Verify;
 use crate::transport::RegionOwner;

@@ -1,9 +1,10 @@
 //! The pages of the measuring tool: what their bytes are, and how each is checked.
 
-use crate::copy::{Bounced, OutOfRange, PageHash, Plain, StreamHash, read, set_guard, write};
+use crate::copy::{OutOfRange, read, set_guard, write};
 use crate::driver::Verifier;
 use crate::get::Digest;
 use crate::hash::{Hash128, hash128};
+use crate::page_hash::{Bounced, PageHash, Plain, StreamHash};
 use crate::receiver::{Target, Verify};
 use crate::transport::RegionOwner;
 use crate::wire::{Extent, Guard, Identity, Item, Key, RegionId, Tag};

@@ -2,10 +2,10 @@
 
 use super::pages::{FIRST, PAGE_BYTES_MAX, PAGES_MAX, Request, fill};
 use super::{Kind, ToolError, driver_config};
-use crate::copy::{PageHash, Plain};
 use crate::driver::{Driver, DriverError, DriverGone, DriverHandle, Verifier};
 use crate::endpoint::Upcall;
 use crate::get::Digest;
+use crate::page_hash::{PageHash, Plain};
 use crate::receiver::Verify;
 use crate::shm::SharedRegion;
 use crate::transport::{RegionOwner, TransportFactory};

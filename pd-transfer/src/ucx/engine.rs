@@ -7,9 +7,10 @@ use super::job::{Batch, End, Next, WORDS_BYTES};
 use super::raw::{Event, NotBegun, RemoteRegion, Ucp};
 use super::sys::{Api, Version};
 use super::totals::Totals;
-use crate::copy::{Careful, Hashing, plain, read};
+use crate::copy::read;
 use crate::get::{Get, GetOutcome};
 use crate::id::PeerId;
+use crate::page_hash::{Careful, Hashing, plain};
 use crate::socket::{Conn, lock};
 use crate::transport::{
     Ended, EventSink, HeapRegion, LostReason, RegionOwner, TransportError, TransportEvent,

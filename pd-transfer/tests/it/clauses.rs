@@ -388,7 +388,7 @@ fn news(receiver: &mut Receiver) -> Vec<ReceiverOutput> {
 fn gets(out: &[ReceiverOutput]) -> Vec<Get> {
     out.iter()
         .filter_map(|output| match output {
-            ReceiverOutput::Get { get, .. } => Some(get.clone()),
+            ReceiverOutput::Get { get, .. } => Some(*get),
             _ => None,
         })
         .collect()
@@ -566,7 +566,7 @@ fn a_page_that_was_not_checked_completes_nothing() {
         _ => None,
     });
     let check = check.unwrap();
-    assert_eq!((check.region, check.extents), (RegionId(0), gets[0].target.clone()));
+    assert_eq!((check.region, check.extents), (RegionId(0), gets[0].target));
     receiver.handle_verified(Time(5), check.op, true);
     let out = news(&mut receiver);
     assert!(out.iter().any(|o| matches!(o, ReceiverOutput::Completed { .. })), "{out:?}");

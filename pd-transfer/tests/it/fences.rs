@@ -3,13 +3,12 @@
 
 use crate::it::side::{Prefill, Side, attempt, layout};
 use crossbeam_channel::{Receiver, unbounded};
-use pd_transfer::copy::{
-    Bounced, Copied, PageHash, StreamHash, guarded_copy, read, set_guard, write,
-};
+use pd_transfer::copy::{Copied, guarded_copy, read, set_guard, write};
 use pd_transfer::driver::Verifier;
 use pd_transfer::get::{Digest, Get, GetOutcome};
 use pd_transfer::id::OpId;
 use pd_transfer::inprocess::InProcessNet;
+use pd_transfer::page_hash::{Bounced, PageHash, StreamHash};
 use pd_transfer::receiver::{FailReason, Verify};
 use pd_transfer::sender::SenderConfig;
 use pd_transfer::shm::{SharedRegion, Shm};

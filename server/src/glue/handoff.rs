@@ -10,9 +10,9 @@ use kv_pool::{
     ChainHash, Fingerprint, Namespace, PageDigest, PageRef, PageTable, PlanEntry, PoolKind,
     TagInput, tag,
 };
-use pd_transfer::copy::PageHash;
 use pd_transfer::driver::Verifier;
 use pd_transfer::get::Digest;
+use pd_transfer::page_hash::PageHash;
 use pd_transfer::receiver::{Target, Verify};
 use pd_transfer::wire::{AttemptId, Extent, Guard, Identity, Item, Key, RegionId, Tag};
 use std::collections::BTreeMap;

@@ -8,8 +8,8 @@
 
 use dsa_kernels::{DeviceError, Mem};
 use kv_pool::{CHUNK_BYTES, DigestStream, LaneSums, PageDigest};
-use pd_transfer::copy::{Bounced, PageHash, StreamHash};
 use pd_transfer::get::Digest;
+use pd_transfer::page_hash::{Bounced, PageHash, StreamHash};
 use pd_transfer::wire::Extent;
 
 /// The page digest for a thread that copies pages, in the fastest form that this processor has.

@@ -5,9 +5,9 @@
 //! addresses, lost packets and half-finished copies do.
 
 use kv_pool::{CacheKind, Geometry, PoolKind};
-use pd_transfer::copy::Hashing;
 use pd_transfer::get::Get;
 use pd_transfer::id::{OpId, PeerId};
+use pd_transfer::page_hash::Hashing;
 use pd_transfer::transport::{
     EventSink, RegionOwner, Transport, TransportError, TransportEvent, TransportFactory,
 };
