@@ -176,10 +176,7 @@ impl PlainGets {
             field_mask,
             address: card.address.as_ptr().cast(),
             err_mode: sys::ERR_MODE_PEER,
-            err_handler: sys::ErrorHandler {
-                callback: Some(on_broken),
-                argument: ptr::null_mut(),
-            },
+            err_handler: sys::ErrorHandler { callback: Some(on_broken), argument: ptr::null_mut() },
             user_data: ptr::null_mut(),
             flags: 0,
             sockaddr: nothing,
@@ -193,7 +190,8 @@ impl PlainGets {
         let status = unsafe { (api.ucp_ep_create)(self.worker, &params, &mut ep) };
         api.check("ucp_ep_create", status)?;
         // SAFETY: `ep` was just made, and the key was packed with the address above.
-        let status = unsafe { (api.ucp_ep_rkey_unpack)(ep, region.rkey.as_ptr().cast(), &mut rkey) };
+        let status =
+            unsafe { (api.ucp_ep_rkey_unpack)(ep, region.rkey.as_ptr().cast(), &mut rkey) };
         self.remote = Some(Remote { ep, rkey, region });
         api.check("ucp_ep_rkey_unpack", status)
     }
@@ -242,9 +240,8 @@ impl PlainGets {
             let (source, bytes) = (remote.region.base + range.offset, range.len as usize);
             // SAFETY: the target lies inside mapped memory (checked above), which is kept until no
             // request is open, and nobody holds a reference into it (contract of `RegionOwner`).
-            let begun = unsafe {
-                (api.ucp_get_nbx)(remote.ep, target, bytes, source, remote.rkey, &param)
-            };
+            let begun =
+                unsafe { (api.ucp_get_nbx)(remote.ep, target, bytes, source, remote.rkey, &param) };
             match Begun::from_pointer(begun) {
                 Begun::Done => {}
                 Begun::Failed(status) => flights.error.set(Some(status)),

@@ -28,8 +28,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 /// Tokens of the prompt; a few for a quick look.
-const TOKENS: u32 = 65_536;
-const QUICK_TOKENS: u32 = 4096;
+pub(crate) const TOKENS: u32 = 65_536;
+pub(crate) const QUICK_TOKENS: u32 = 4096;
 /// Tokens of a chunk.
 const CHUNK: u32 = 2048;
 const VOCAB: usize = 129_280;
@@ -201,12 +201,11 @@ type Times = (Vec<f64>, Vec<f64>);
 
 /// Asks for the prompt several times, after once to warm up, and says the medians.
 pub(crate) fn measure(
-    is_quick: bool,
+    tokens: u32,
     requests: usize,
     pace_ms: u64,
     report: &mut Report,
 ) -> Outcome<()> {
-    let tokens = if is_quick { QUICK_TOKENS } else { TOKENS };
     let (address, pace) = (address("shm"), pace_ms.to_string());
     let source = Source::start(&["prefill", &address, &tokens.to_string(), &pace])?;
     // A thread of its own is pinned, and the driver's with it, but not the processes to come.

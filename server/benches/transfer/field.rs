@@ -42,8 +42,9 @@ pub(crate) struct Entry {
 }
 
 /// Everyone who takes part.
-#[derive(Default)]
 pub(crate) struct Field {
+    /// Bytes that the pages of a round rotate over.
+    pub(crate) buffer: u64,
     pub(crate) processes: Vec<Process>,
     pub(crate) entries: Vec<Entry>,
 }
@@ -51,7 +52,7 @@ pub(crate) struct Field {
 impl Field {
     /// Starts the contestants of these names.
     pub(crate) fn start(names: &[&str], buffer: u64) -> Outcome<Self> {
-        let mut field = Self::default();
+        let mut field = Self { buffer, processes: Vec::new(), entries: Vec::new() };
         for name in names {
             match *name {
                 "memcpy" => field.memcpy(buffer)?,
