@@ -191,7 +191,7 @@ fn prefill(
 fn compute(memory: &Mem, pace: Duration) -> Outcome<()> {
     let begin = Instant::now();
     while begin.elapsed() < pace {
-        std::hint::black_box(digest_of(memory, &[Extent { offset: 0, len: 1 << 16 }])?);
+        std::hint::black_box(digest_of(memory, &[Extent { offset: 0, len: 4 << 20 }])?);
     }
     Ok(())
 }

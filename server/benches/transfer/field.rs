@@ -13,8 +13,8 @@ const PACKAGES: &str = "DSV4_BENCH_PEERS";
 type Setting<'a> = (&'a str, &'a [(&'a str, &'a str)]);
 
 /// Settings of UCX for contestants that use the library of this project: what UCX chooses itself,
-/// and shared memory with copies across address spaces, which UCX only takes when asked since an
-/// endpoint that reports a lost peer has to be possible.
+/// and shared memory with copies across address spaces, which UCX only takes when asked where an
+/// endpoint has to report a lost peer, and which not every machine allows.
 const UCX: [Setting<'static>; 2] = [
     ("UCX_TLS=all", &[]),
     ("UCX_TLS=posix,cma", &[("UCX_TLS", "posix,cma"), ("UCX_POSIX_ERROR_HANDLING", "y")]),
@@ -56,7 +56,7 @@ impl Field {
         for name in names {
             match *name {
                 "memcpy" => field.memcpy(buffer)?,
-                "shm" | "tcp" => field.own(name, (name, &[]), buffer)?,
+                "shm" | "tcp" => field.own(name, ("its defaults", &[]), buffer)?,
                 "ucx" => {
                     for setting in UCX {
                         field.own("ucx", setting, buffer)?;
@@ -67,8 +67,31 @@ impl Field {
                 "mooncake" => field.mooncake(buffer)?,
                 other => return Err(format!("there is no contestant {other:?}").into()),
             }
+            let mut figures = field.entries.iter().flat_map(|entry| &entry.figures);
+            if !figures.any(|figure| figure.split('.').next() == Some(name)) {
+                return Err(format!("{name} can't be measured here").into());
+            }
         }
         Ok(field)
+    }
+
+    /// Starts a contestant with one of its settings. The setting that not every machine has is left
+    /// out aloud if it does not start.
+    fn begin(
+        &mut self,
+        name: &str,
+        setting: &str,
+        command: &mut Command,
+        between: Between,
+    ) -> Outcome<Option<usize>> {
+        match Process::start(name, command, between) {
+            Ok(process) => Ok(Some(self.add(process))),
+            Err(error) if setting == UCX[1].0 => {
+                println!("{name} is left out: {error}");
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
     }
 
     fn add(&mut self, process: Process) -> usize {
@@ -89,8 +112,10 @@ impl Field {
         let (setting, variables) = of;
         let mut command = this_program(&["reader", transport, &buffer.to_string()])?;
         command.envs(variables.iter().copied());
-        let process = Process::start(setting, &mut command, Between::LeftAlone)?;
-        let process = self.add(process);
+        let name = format!("{transport} {setting}");
+        let Some(process) = self.begin(&name, setting, &mut command, Between::LeftAlone)? else {
+            return Ok(());
+        };
         for words in ["digest", "plain"] {
             let (figures, setting) = (vec![format!("{transport}.{words}")], setting.to_owned());
             let (words, is_checked) = (words.to_owned(), true);
@@ -105,8 +130,8 @@ impl Field {
                 let mut command = this_program(&["plain-reader", loss, &buffer.to_string()])?;
                 command.envs(variables.iter().copied());
                 let name = format!("ucp_get {setting}, a lost peer is {loss}");
-                let process = Process::start(&name, &mut command, Between::Stopped)?;
-                let process = self.add(process);
+                let begun = self.begin(&name, setting, &mut command, Between::Stopped)?;
+                let Some(process) = begun else { continue };
                 for words in OUTSTANDING {
                     let setting = format!("{setting}, {words} under way, a lost peer is {loss}");
                     let (figures, is_checked) =
@@ -127,7 +152,8 @@ impl Field {
                 let thread =
                     if progress == "1" { "a progress thread" } else { "no progress thread" };
                 let name = format!("nixl {setting}, {thread}");
-                let process = Process::start(&name, &mut command, Between::Stopped)?;
+                let begun = self.begin(&name, setting, &mut command, Between::Stopped)?;
+                let Some(process) = begun else { continue };
                 let is_tcp = setting == UCX_TCP.0;
                 let figures = if is_tcp { &["nixl", "nixl_tcp"][..] } else { &["nixl"] };
                 self.peer_entries(figures, process, &format!("{setting}, {thread}"));
@@ -139,13 +165,13 @@ impl Field {
     fn mooncake(&mut self, buffer: u64) -> Outcome<()> {
         let mut command = peer("mooncake_peer.py", buffer)?;
         let process = Process::start("mooncake", &mut command, Between::Stopped)?;
+        let process = self.add(process);
         self.peer_entries(&["mooncake"], process, "TCP");
         Ok(())
     }
 
     /// Both directions, with each size of a batch.
-    fn peer_entries(&mut self, figures: &[&str], process: Process, setting: &str) {
-        let process = self.add(process);
+    fn peer_entries(&mut self, figures: &[&str], process: usize, setting: &str) {
         for operation in ["READ", "WRITE"] {
             for (batch, said) in BATCHES {
                 let words = format!("{operation} {batch}");
