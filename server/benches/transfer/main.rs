@@ -4,7 +4,8 @@
 //!
 //! Arguments: names of contestants (`memcpy`, `shm`, `tcp`, `ucx`, `ucp_get`, `nixl`, `mooncake`,
 //! `after_last_chunk`; all by default), `--no-peers` to leave NIXL and Mooncake out, `--quick` for a
-//! look at whether everything works, `--rounds N`, `--pace-ms N`.
+//! look at whether everything works, `--bytes N` for pages of that many bytes only, `--rounds N`,
+//! `--pace-ms N`.
 //!
 //! Every contestant moves the pages once into cleared memory, which is compared, and every setting of
 //! it runs one round; the two fastest settings of each figure then alternate with those of all others,
@@ -63,6 +64,7 @@ struct Options {
     names: Vec<&'static str>,
     has_after_last_chunk: bool,
     is_quick: bool,
+    page_bytes: Option<u64>,
     rounds: usize,
     pace_ms: u64,
 }
@@ -73,6 +75,7 @@ impl Options {
             names: Vec::new(),
             has_after_last_chunk: false,
             is_quick: words.contains(&"--quick"),
+            page_bytes: None,
             rounds: 5,
             pace_ms: 60,
         };
@@ -89,6 +92,7 @@ impl Options {
             match word {
                 "--bench" | "--quick" => {} // cargo's own, and seen above
                 "--no-peers" => has_peers = false,
+                "--bytes" => options.page_bytes = Some(number()?),
                 "--rounds" => options.rounds = usize::try_from(number()?)?.max(1),
                 "--pace-ms" => options.pace_ms = number()?,
                 AFTER_LAST_CHUNK => options.has_after_last_chunk = true,
@@ -114,6 +118,13 @@ fn bench(options: &Options) -> Outcome<()> {
         true => (&QUICK_CASES[..], QUICK_BUFFER, after_last_chunk::QUICK_TOKENS),
         false => (&CASES[..], BUFFER, after_last_chunk::TOKENS),
     };
+    let mut cases = cases.to_vec();
+    if let Some(bytes) = options.page_bytes {
+        cases.retain(|(page, _)| u64::from(*page) == bytes);
+        if cases.is_empty() {
+            return Err(format!("no size of {bytes} bytes is measured").into());
+        }
+    }
     if options.names.iter().any(|name| ["ucx", "ucp_get"].contains(name)) {
         println!("UCX {}", ucx::version()?);
     }
@@ -123,7 +134,7 @@ fn bench(options: &Options) -> Outcome<()> {
     }
     if !options.names.is_empty() {
         let mut field = Field::start(&options.names, buffer)?;
-        for &(page, pages) in cases {
+        for &(page, pages) in &cases {
             println!("\n{pages} pages of {page} bytes");
             for (figure, value) in case(&mut field, page, pages, options.rounds)? {
                 let (name, words) = figure.split_once('.').unwrap_or((&figure, ""));
