@@ -3,7 +3,7 @@
 //! Prints `figure pd_transfer.<transport>.<page bytes> VALUE GB/s`, the median of five rounds. Both
 //! ends run in this process; bytes are compared after each series. UCX is left out where there is no
 //! library, and takes its settings (`UCX_TLS`, `UCX_NET_DEVICES`) from the environment. Without `--bench` (as in
-//! `cargo test`) the inputs are tiny.
+//! `cargo test`) or with `--quick` the inputs are tiny.
 
 use crossbeam_channel::{Receiver, unbounded};
 use pd_transfer::copy::{read, set_guard, write};
@@ -131,7 +131,8 @@ fn memcpy(pages: u64, page: u32) -> f64 {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let is_bench = std::env::args().any(|argument| argument == "--bench");
+    let has = |word: &str| std::env::args().any(|argument| argument == word);
+    let is_bench = has("--bench") && !has("--quick");
     let total: u64 = if is_bench { 128 << 20 } else { 1 << 20 };
     let path = std::env::temp_dir().join(format!("pd-bench-{}", std::process::id()));
     let unix = format!("unix:{}", path.display());

@@ -23,6 +23,8 @@ mod config;
 mod engine;
 mod hello;
 mod job;
+#[cfg(feature = "testing")]
+pub mod plain;
 mod raw;
 mod sys;
 mod totals;

@@ -7,9 +7,11 @@ mod record;
 
 use crate::metadata::{self, Package, Target};
 use crate::sh::{self, Watch};
+use crate::{peers, ucx};
 use anyhow::{Context as _, Result, bail};
 pub(crate) use record::compare;
 use record::{Figure, Record};
+use std::process::Command;
 
 /// Features that ask for something which not every machine has.
 const NOT_EVERYWHERE: [&str; 2] = ["cuda", "ucx"];
@@ -23,8 +25,8 @@ pub(crate) enum Suite {
     Kernels,
     /// Pool, digests, plans.
     KvPool,
-    /// Hand-off between two processes over each transport, from request to verified page, and
-    /// what the transports do alone.
+    /// Hand-off between two processes over each transport, from request to verified page, beside
+    /// NIXL and Mooncake; and what the transports do alone.
     Transfer,
     /// The transports alone.
     PdTransfer,
@@ -60,8 +62,35 @@ impl Suite {
     }
 }
 
+/// How much of the suite transfer runs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Extent {
+    /// With NIXL and Mooncake.
+    pub(crate) has_peers: bool,
+    /// Only whether it works.
+    pub(crate) is_quick: bool,
+}
+
+/// Whether a bench compares with other projects.
+fn compares(package: &Package, target: &Target) -> bool {
+    (package.name.as_str(), target.name.as_str()) == ("server", "transfer")
+}
+
+/// Fetches what the comparison with other projects needs, and hands it over.
+fn equip(command: &mut Command, extent: Extent) -> Result<()> {
+    command.env(ucx::VARIABLE, ucx::ensure()?);
+    if extent.has_peers {
+        let (python, packages) = peers::ensure()?;
+        command.env(peers::PYTHON_VARIABLE, python).env(peers::PACKAGES_VARIABLE, packages);
+    }
+    Ok(())
+}
+
 /// Runs the benches of `suite`, writes a record and prints all figures once more.
-pub(crate) fn run(suite: Suite) -> Result<()> {
+pub(crate) fn run(suite: Suite, extent: Extent) -> Result<()> {
+    if extent.is_quick && suite != Suite::Transfer {
+        bail!("--quick is for the suite transfer");
+    }
     let packages = metadata::packages()?;
     let mut figures = Vec::new();
     let mut failed = Vec::new();
@@ -78,6 +107,16 @@ pub(crate) fn run(suite: Suite) -> Result<()> {
         if !target.required_features.is_empty() {
             command.args(["--features", &target.required_features.join(",")]);
         }
+        command.arg("--");
+        if extent.is_quick {
+            command.arg("--quick");
+        }
+        if compares(package, target) {
+            equip(&mut command, extent)?;
+            if !extent.has_peers {
+                command.arg("--no-peers");
+            }
+        }
         let ok = sh::run_watched(&mut command, Watch::Stdout, &mut |line| {
             figures.extend(Figure::parse(line));
         })?;
@@ -88,16 +127,29 @@ pub(crate) fn run(suite: Suite) -> Result<()> {
     if runs == 0 {
         bail!("there is no such bench");
     }
-    let record = Record::now(figures)?;
-    let path = record.write()?;
-    println!("\nrecord {}", path.display());
-    for figure in &record.figures {
-        println!("{figure}");
+    if !extent.is_quick {
+        let record = Record::now(figures)?;
+        let path = record.write()?;
+        println!("\nrecord {}", path.display());
+        for figure in &record.figures {
+            println!("{figure}");
+        }
     }
     if !failed.is_empty() {
         bail!("benches failed: {}", failed.join(", "));
     }
     Ok(())
+}
+
+/// Sees in a debug build whether the suite transfer works, as `cargo xtask ci` does: the same
+/// features as the tests, so that nothing is built again, and without NIXL and Mooncake, which are
+/// half a gigabyte.
+pub(crate) fn smoke() -> Result<()> {
+    let mut command = sh::cargo();
+    command.args(["test", "--workspace", "--all-features", "--locked", "--bench", "transfer"]);
+    command.args(["--", "--quick", "--no-peers"]);
+    command.env(ucx::VARIABLE, ucx::ensure()?);
+    sh::run(&mut command)
 }
 
 /// Bench targets of a suite.
@@ -150,6 +202,19 @@ mod tests {
         let mut transfer = of(Suite::Transfer);
         transfer.sort();
         assert_eq!(transfer, [pair("pd-transfer", "transfer"), pair("server", "transfer")]);
+    }
+
+    #[test]
+    fn one_bench_compares_with_other_projects() {
+        let packages = metadata::packages().unwrap();
+        let all = benches(&packages, Suite::All);
+        assert_eq!(all.iter().filter(|(package, target)| compares(package, target)).count(), 1);
+    }
+
+    #[test]
+    fn only_the_suite_transfer_is_ever_quick() {
+        let quick = Extent { has_peers: false, is_quick: true };
+        assert!(run(Suite::Engine, quick).is_err());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! What `.ci/run` does, in order and with times.
 
 use crate::test::{Layer, Numbers, Runner};
-use crate::{docs, external, fences, python, sh, test, tidy, ucx, versions};
+use crate::{bench, docs, external, fences, python, sh, test, tidy, ucx, versions};
 use anyhow::{Context as _, Result};
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ type Step = (&'static str, fn() -> Result<()>);
 
 /// Steps in order: what fails fast first, the tests last, so that the closing line of the test
 /// runner is the last output.
-const STEPS: [Step; 12] = [
+const STEPS: [Step; 13] = [
     ("fmt", fmt),
     ("tidy", tidy::run),
     ("fences", fences::run),
@@ -22,6 +22,7 @@ const STEPS: [Step; 12] = [
     ("ucx", || ucx::ensure().map(drop)),
     ("build", build),
     ("external", external::run),
+    ("bench", bench::smoke),
     ("test", tests),
 ];
 

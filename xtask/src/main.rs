@@ -15,6 +15,7 @@ mod fences;
 mod hooks;
 mod lex;
 mod metadata;
+mod peers;
 mod python;
 mod sh;
 mod test;
@@ -66,6 +67,12 @@ enum Task {
         /// Benches to run.
         #[arg(value_enum, default_value_t = bench::Suite::All)]
         suite: bench::Suite,
+        /// Leave NIXL and Mooncake out of the suite transfer.
+        #[arg(long)]
+        no_peers: bool,
+        /// Only see whether the suite transfer works: few pages, one round, no record.
+        #[arg(long)]
+        quick: bool,
     },
     /// Documentation with warnings as errors.
     Docs,
@@ -129,7 +136,9 @@ fn perform(task: Task) -> Result<()> {
             test::run(layer, test::Numbers { seed, requests }, runner)
         }
         Task::Bench { compare: Some(BenchTask::Compare { a, b }), .. } => bench::compare(&a, &b),
-        Task::Bench { compare: None, suite } => bench::run(suite),
+        Task::Bench { compare: None, suite, no_peers, quick } => {
+            bench::run(suite, bench::Extent { has_peers: !no_peers, is_quick: quick })
+        }
         Task::Docs => docs::run(),
         Task::External => external::run(),
         Task::Versions { task: VersionsTask::Check } => versions::check(),
@@ -160,6 +169,7 @@ mod tests {
         assert!(parse(&["xtask", "bench"]).is_ok());
         assert!(parse(&["xtask", "bench", "kernels"]).is_ok());
         assert!(parse(&["xtask", "bench", "compare", "a", "b"]).is_ok());
+        assert!(parse(&["xtask", "bench", "transfer", "--no-peers", "--quick"]).is_ok());
         assert!(parse(&["xtask", "bench", "nothing"]).is_err());
         assert!(parse(&["xtask", "test", "sim", "--seed", "7"]).is_ok());
         assert!(parse(&["xtask", "test", "sim", "--requests", "100000"]).is_ok());

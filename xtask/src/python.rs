@@ -2,7 +2,7 @@
 
 use crate::sh;
 use anyhow::{Context as _, Result, bail};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Tells the tests which interpreter has the client.
 pub(crate) const VARIABLE: &str = "DSV4_TEST_PYTHON";
@@ -32,6 +32,22 @@ pub(crate) fn ensure() -> Result<PathBuf> {
     sh::run(install.args(["--retries", "2", "-r", REQUIREMENTS]))?;
     std::fs::write(&stamp, wanted).context("write the stamp of the Python environment")?;
     Ok(python)
+}
+
+/// Installs wheels, and nothing that they ask for, to a folder of their own below the target folder,
+/// if they are not there or out of date; gives the folder.
+pub(crate) fn install(python: &Path, name: &str, wheels: &[&str]) -> Result<PathBuf> {
+    let folder = sh::root().join("target").join(name);
+    let (stamp, wanted) = (folder.join("wheels.txt"), wheels.join("\n"));
+    if std::fs::read_to_string(&stamp).is_ok_and(|have| have == wanted) {
+        return Ok(folder);
+    }
+    let mut pip = sh::command(python);
+    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+    pip.args(["--retries", "2", "--no-deps", "--upgrade", "--target"]).arg(&folder);
+    sh::run(pip.args(wheels))?;
+    std::fs::write(&stamp, wanted).with_context(|| format!("write the stamp of {name}"))?;
+    Ok(folder)
 }
 
 /// Makes `.venv`, by whichever way this machine has.

@@ -2,7 +2,7 @@
 //! a CI machine Debian's older library, which does not understand the wheel's.
 
 use crate::{python, sh};
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Result, bail};
 use std::path::PathBuf;
 
 /// Tells the tests, as it tells the transport, which library to open.
@@ -22,15 +22,9 @@ pub(crate) fn ensure() -> Result<PathBuf> {
         }
         return Ok(path);
     }
-    let folder = sh::root().join("target/ucx");
-    let (library, stamp) = (folder.join(LIBRARY), folder.join("wheel.txt"));
-    let is_current = std::fs::read_to_string(&stamp).is_ok_and(|have| have == WHEEL);
-    if !is_current || !library.exists() {
-        let mut pip = sh::command(python::ensure()?);
-        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
-        pip.args(["--retries", "2", "--no-deps", "--upgrade", "--target"]).arg(&folder);
-        sh::run(pip.arg(WHEEL))?;
-        std::fs::write(&stamp, WHEEL).context("write the stamp of the UCX wheel")?;
+    let library = python::install(&python::ensure()?, "ucx", &[WHEEL])?.join(LIBRARY);
+    if !library.exists() {
+        bail!("{} is not there: remove target/ucx", library.display());
     }
     debian();
     Ok(library)

@@ -79,7 +79,7 @@ impl Cursor<'_> {
 }
 
 impl Card {
-    fn encode(&self) -> Vec<u8> {
+    pub(super) fn encode(&self) -> Vec<u8> {
         let mut out = vec![0; 16];
         put(&mut out, &self.address);
         out.extend_from_slice(&(self.regions.len() as u32).to_le_bytes());
@@ -93,7 +93,7 @@ impl Card {
         out
     }
 
-    fn decode(bytes: &[u8]) -> Result<Self, LostReason> {
+    pub(super) fn decode(bytes: &[u8]) -> Result<Self, LostReason> {
         let mut cursor = Cursor(bytes);
         let hash = cursor.take(16)?.to_vec();
         if hash128(cursor.0)[..] != hash[..] {

@@ -44,7 +44,7 @@ pub fn digest_of(
         // SAFETY: the range is inside the memory (checked above), which stays mapped while it is
         // borrowed; the caller vouches that nobody writes it.
         unsafe {
-            hash.read(mem.as_ptr().wrapping_add(extent.offset as usize), extent.len as usize)
+            hash.read(mem.as_ptr().wrapping_add(extent.offset as usize), extent.len as usize);
         };
     }
     Ok(PageDigest(hash.finish().expect("each hash of `page_hash` makes a digest")))
@@ -185,6 +185,10 @@ mod avx2 {
     /// A chunk can be read at `from` and, if it is stored, written at `to`, aligned to 32 around
     /// the caches.
     #[target_feature(enable = "avx2")]
+    #[expect(
+        clippy::cast_ptr_alignment,
+        reason = "the stores around caches are aligned, the rest need not be"
+    )]
     unsafe fn chunk<const STORE: u8>(from: *const u8, to: *mut u8) -> [u64; 8] {
         let zero = _mm256_setzero_si256();
         let (mut product, mut plain) = ([zero; 2], [zero; 2]);
