@@ -64,6 +64,7 @@ pub mod id;
 #[cfg(feature = "std")]
 pub mod inprocess;
 pub mod link;
+pub mod manifest;
 #[cfg(feature = "std")]
 pub mod page_hash;
 pub mod receiver;

@@ -2,10 +2,11 @@
 
 use crate::counters::Counters;
 use crate::id::{PeerId, Time};
+use crate::manifest::Manifest;
 use crate::states::{SenderEvent, SenderState};
 use crate::wire::{
     AttemptId, FinalRecord, Item, Key, MAX_EXTENTS, MAX_PAYLOAD_BYTES, MAX_READY_ITEMS, Message,
-    code, hash_request, manifest_hash,
+    code, hash_request,
 };
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::format;
@@ -169,8 +170,7 @@ struct Attempt {
     alarm_at: Time,
     /// One entry per `Ready` message.
     offers: Vec<Vec<Item>>,
-    keys: BTreeSet<Key>,
-    bytes: u64,
+    manifest: Manifest,
     last: Option<LastWord>,
 }
 
@@ -258,11 +258,11 @@ impl Sender {
             Message::Done { attempt, bytes } => {
                 if let Some(open) = self.attempts.get(&attempt)
                     && open.peer == peer
-                    && open.bytes != bytes
+                    && open.manifest.bytes() != bytes
                 {
                     let text = format!(
                         "attempt {attempt}: {peer} pulled {bytes} bytes, offered were {}",
-                        open.bytes
+                        open.manifest.bytes()
                     );
                     self.outputs.push_back(SenderOutput::Event(text));
                 }
@@ -308,7 +308,7 @@ impl Sender {
         let Some(state) = open.state.after(SenderEvent::Ready) else {
             return Err(OfferError::Ended(attempt));
         };
-        let wanted = open.keys.len() + items.len();
+        let wanted = open.manifest.len() + items.len();
         // PD-S5
         if wanted > limit {
             return Err(OfferError::TooManyItems { attempt, wanted, limit });
@@ -320,18 +320,17 @@ impl Sender {
             if count == 0 || count > MAX_EXTENTS || item.extents.iter().any(|e| e.len == 0) {
                 return Err(OfferError::BadExtents { attempt, key: item.key, count });
             }
-            if open.keys.contains(&item.key) || !fresh.insert(item.key) {
+            if open.manifest.contains(&item.key) || !fresh.insert(item.key) {
                 return Err(OfferError::DuplicateKey { attempt, key: item.key });
             }
         }
         open.state = state;
         open.since = now;
         open.alarm_at = now.after(self.config.overdue_us);
-        open.keys.extend(fresh);
+        open.manifest.extend(&items);
         self.counters.items_offered += items.len() as u64;
         for chunk in items.chunks(MAX_READY_ITEMS) {
             let seq = u32::try_from(open.offers.len()).unwrap_or(u32::MAX);
-            open.bytes += chunk.iter().map(Item::bytes).sum::<u64>();
             open.offers.push(chunk.to_vec());
             let message = Message::Ready { attempt, seq, items: chunk.to_vec() };
             self.outputs.push_back(SenderOutput::Send { peer: open.peer, message });
@@ -360,17 +359,17 @@ impl Sender {
             return Err(OfferError::Payload { attempt, bytes: record.payload.len() });
         }
         // PD-S6
-        let pages = open.offers.iter().flatten().map(|item| (item.key, item.identity, item.tag));
-        if record.items as usize != open.keys.len()
-            || record.bytes != open.bytes
-            || record.manifest != manifest_hash(pages)
+        let manifest = &open.manifest;
+        if record.items as usize != manifest.len()
+            || record.bytes != manifest.bytes()
+            || record.manifest != manifest.hash()
         {
             return Err(OfferError::Record {
                 attempt,
                 record_items: record.items,
                 record_bytes: record.bytes,
-                items: open.keys.len(),
-                bytes: open.bytes,
+                items: manifest.len(),
+                bytes: manifest.bytes(),
             });
         }
         let Ok(hash) = record.hash() else {
@@ -485,8 +484,7 @@ impl Sender {
             since: now,
             alarm_at: now.after(self.config.overdue_us),
             offers: Vec::new(),
-            keys: BTreeSet::new(),
-            bytes: 0,
+            manifest: Manifest::new(),
             last: None,
         };
         self.attempts.insert(attempt, open);

@@ -32,7 +32,7 @@ impl Default for ReceiverConfig {
         Self {
             attempts_max: 256,
             items_max: 1 << 20,
-            in_flight_max: 64,
+            in_flight_max: 512,
             resend_us: 1_000_000,
             stall_us: 120_000_000,
             ended_max: 4096,

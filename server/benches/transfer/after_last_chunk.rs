@@ -21,6 +21,7 @@ use kv_pool::{
 };
 use pd_transfer::driver::{Driver, DriverConfig, DriverHandle, UpcallSink, Verifier};
 use pd_transfer::endpoint::Upcall;
+use pd_transfer::manifest::Manifest;
 use pd_transfer::receiver::Start;
 use pd_transfer::wire::{AttemptId, Extent, FinalRecord, Fingerprint, Incarnation, Role};
 use rustix::time::{ClockId, clock_gettime};
@@ -167,7 +168,7 @@ fn prefill(
     let request = PrefillRequest::decode(request, VOCAB)?;
     let binding = TagBinding::new(side.fingerprint, &request.prompt);
     let (blocks, at_once) = (side.tokens / BLOCK_TOKENS, CHUNK / BLOCK_TOKENS);
-    let mut offered = Vec::new();
+    let mut offered = Manifest::new();
     for from in (0..blocks).step_by(at_once as usize) {
         compute(side.pools.mem(PoolKind::Block), pace)?;
         let (until, computed) = (from + at_once, now_ns());
@@ -178,11 +179,11 @@ fn prefill(
         let ripe: Vec<PlanEntry> = side.plan.iter().filter(is_ripe).copied().collect();
         let items = offer(&side.pools, table, &binding, &ripe)?;
         let tagged = now_ns();
-        offered.extend(items.iter().cloned());
+        offered.extend(&items);
         driver.ready(attempt, items)?;
         if until >= blocks {
             let payload = [computed.to_le_bytes(), tagged.to_le_bytes()].concat();
-            driver.finish(attempt, FinalRecord::new(plan_hash(&side.plan), &offered, payload))?;
+            driver.finish(attempt, offered.record(plan_hash(&side.plan), payload))?;
         }
     }
     Ok(())

@@ -9,8 +9,9 @@ use crate::scheduler::SeqId;
 use dsv4_model::sample::Sampled;
 use kv_pool::{BLOCK_TOKENS, Owner, PageRef, PlanEntry, PoolKind, Proof, handoff_plan, plan_hash};
 use pd_transfer::id::PeerId;
+use pd_transfer::manifest::Manifest;
 use pd_transfer::sender::Proof as ReleaseProof;
-use pd_transfer::wire::{AttemptId, FinalRecord};
+use pd_transfer::wire::AttemptId;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -99,7 +100,7 @@ impl Worker {
         let seq = Sequence {
             id,
             name: request.id,
-            origin: Origin::Peer { attempt, plan, blocks_offered: have, offered: Vec::new() },
+            origin: Origin::Peer { attempt, plan, blocks_offered: have, offered: Manifest::new() },
             state: State::Waiting,
             prompt_len: tokens,
             tokens: request.prompt,
@@ -171,7 +172,7 @@ impl Worker {
         let Some(seq) = self.sequences.get(&id) else { return };
         let Origin::Peer { attempt, plan, offered, .. } = &seq.origin else { return };
         let first = FirstToken { tokens: seq.prompt_len as u32, cached: seq.cached, sampled };
-        let record = FinalRecord::new(plan_hash(plan), offered, first.encode());
+        let record = offered.record(plan_hash(plan), first.encode());
         let attempt = *attempt;
         self.command(attempt, |driver| driver.finish(attempt, record));
         self.numbers.ended[0] += 1;
@@ -207,7 +208,7 @@ impl Worker {
                 panic!("lend a page of sequence {id}: {error}");
             }
         }
-        offered.extend(items.iter().cloned());
+        offered.extend(&items);
         self.command(attempt, |driver| driver.ready(attempt, items));
         true
     }

@@ -7,7 +7,8 @@ use crate::glue::handoff::TagBinding;
 use crate::scheduler::SeqId;
 use dsv4_model::sample::{Sampled, SamplingParams};
 use kv_pool::{ChainHash, Owner, PageRef, PageTable, PlanEntry};
-use pd_transfer::wire::{AttemptId, Item};
+use pd_transfer::manifest::Manifest;
+use pd_transfer::wire::AttemptId;
 use std::sync::Arc;
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -27,8 +28,8 @@ pub(super) enum Origin {
         plan: Vec<PlanEntry>,
         /// Blocks offered so far.
         blocks_offered: u32,
-        /// Items offered so far, in order.
-        offered: Vec<Item>,
+        /// What was offered so far.
+        offered: Manifest,
     },
 }
 
