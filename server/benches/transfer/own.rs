@@ -2,7 +2,9 @@
 //! processes, from the request to the word that every page is there and, if asked, verified.
 
 use crate::contest::Contestant;
-use crate::pages::{Outcome, PATIENCE, READER_CORE, SOURCE_CORE, clear, fill, memory, pin, place};
+use crate::pages::{
+    FIRST, Outcome, PATIENCE, READER_CORE, SOURCE_CORE, clear, fill, memory, pin, place,
+};
 use dsa_kernels::Mem;
 use dsv4_server::glue::hash::{digest_of, page_hash};
 use dsv4_server::glue::regions::PoolRegion;
@@ -61,8 +63,8 @@ fn config(role: Role, memory: &Mem) -> Outcome<DriverConfig> {
     Ok(config)
 }
 
-/// The source: offers what it is asked for, at once. Tags are made before the first offer of a
-/// size and remembered.
+/// The source: offers what it is asked for, at once. Tags are made before the first offer of a page
+/// and remembered, so that no measured round makes any.
 pub(crate) fn serve(transport: &str, address: &str, buffer: u64) -> Outcome<()> {
     pin(SOURCE_CORE)?;
     let memory = memory(buffer)?;
@@ -70,15 +72,17 @@ pub(crate) fn serve(transport: &str, address: &str, buffer: u64) -> Outcome<()> 
     let handle: Arc<OnceLock<DriverHandle>> = Arc::default();
     let upcalls: UpcallSink = {
         let (handle, memory) = (Arc::clone(&handle), memory.clone());
-        let known = Mutex::new(BTreeMap::new());
+        let known = Mutex::new(BTreeMap::<u32, Vec<Item>>::new());
         Arc::new(move |upcall| {
             let Upcall::Requested { attempt, request, .. } = upcall else { return };
             let [page, pages] = [0, 4].map(|at| {
                 u32::from_le_bytes(request[at..at + 4].try_into().expect("eight bytes of ours"))
             });
             let mut known = known.lock().expect("nothing panics with it");
-            let items = known.entry(page).or_insert_with(|| items(&memory, page, pages));
-            let record = FinalRecord::new([3; 16], &*items, Vec::new());
+            let all = known.entry(page).or_default();
+            extend(all, &memory, page, pages);
+            let items = &all[..pages as usize];
+            let record = FinalRecord::new([3; 16], items, Vec::new());
             let handle = handle.wait();
             for chunk in items.chunks(CHUNK) {
                 handle.ready(attempt, chunk.to_vec()).expect("called by the driver");
@@ -95,19 +99,23 @@ pub(crate) fn serve(transport: &str, address: &str, buffer: u64) -> Outcome<()> 
     Ok(())
 }
 
-fn items(memory: &Mem, page: u32, pages: u32) -> Vec<Item> {
-    let item = |n| {
+/// Adds items until there are `pages`. A place that comes round again has the tag that it had.
+fn extend(items: &mut Vec<Item>, memory: &Mem, page: u32, pages: u32) {
+    let slots = ((memory.len() - FIRST) / u64::from(page)) as usize;
+    let mut hash = page_hash();
+    for n in items.len() as u32..pages {
         let extent = place(memory, n, page);
-        Item {
+        let known = (n as usize).checked_sub(slots).map(|before| items[before].tag);
+        let mut digest = || digest_of(&mut *hash, memory, &[extent]).expect("inside the memory").0;
+        items.push(Item {
             key: key(n),
             identity: Identity(key(n).0),
-            tag: Tag(digest_of(&mut *page_hash(), memory, &[extent]).expect("inside the memory").0),
+            tag: known.unwrap_or_else(|| Tag(digest())),
             region: RegionId(0),
             extents: vec![extent],
             guard: Guard { region: RegionId(0), offset: 0, expect: 1 },
-        }
-    };
-    (0..pages).map(item).collect()
+        });
+    }
 }
 
 /// Says where this source listens; returns when its reader has ended.
