@@ -24,6 +24,7 @@ use pd_transfer::id::PeerId;
 use pd_transfer::wire::AttemptId;
 pub use prefix::BOUNDARY_WINDOWS;
 use prefix::Prefixes;
+pub use push::OFFER_PAGES;
 use sequence::{Origin, Sequence, State};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -15,6 +15,7 @@ use dsv4_server::glue::hash::{digest_of, page_hash};
 use dsv4_server::glue::payload::PrefillRequest;
 use dsv4_server::glue::pools::{POOLS, PageCounts, Pools};
 use dsv4_server::glue::regions::PoolRegion;
+use dsv4_server::worker::OFFER_PAGES;
 use kv_pool::{
     BLOCK_TOKENS, FingerprintInput, Geometry, IndexKeyType, LayerKind, ModelShape, Numerics, Owner,
     PageTable, PlanEntry, PoolKind, WINDOW_PAGE_ROWS, handoff_plan, plan_hash, window_start,
@@ -177,10 +178,12 @@ fn prefill(
             PoolKind::Window | PoolKind::Carry => until >= blocks,
         };
         let ripe: Vec<PlanEntry> = side.plan.iter().filter(is_ripe).copied().collect();
-        let items = offer(&side.pools, table, &binding, &ripe)?;
+        for some in ripe.chunks(OFFER_PAGES) {
+            let items = offer(&side.pools, table, &binding, some)?;
+            offered.extend(&items);
+            driver.ready(attempt, items)?;
+        }
         let tagged = now_ns();
-        offered.extend(&items);
-        driver.ready(attempt, items)?;
         if until >= blocks {
             let payload = [computed.to_le_bytes(), tagged.to_le_bytes()].concat();
             driver.finish(attempt, offered.record(plan_hash(&side.plan), payload))?;

@@ -16,6 +16,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+/// Pages that are offered at once: while the peer reads them the tags of the next ones are made.
+pub const OFFER_PAGES: usize = 128;
+
 /// Why a prefill worker refuses an attempt; travels in `Reject`.
 pub(super) mod code {
     use pd_transfer::wire::code::UPPER;
@@ -182,6 +185,10 @@ impl Worker {
 
     /// Offers pages and marks them as read by the peer; false if the sequence failed over it.
     fn lend(&mut self, id: SeqId, entries: &[PlanEntry]) -> bool {
+        entries.chunks(OFFER_PAGES).all(|entries| self.lend_some(id, entries))
+    }
+
+    fn lend_some(&mut self, id: SeqId, entries: &[PlanEntry]) -> bool {
         let Some(seq) = self.sequences.get_mut(&id) else { return false };
         let (Some(table), Some(context)) = (&seq.table, &seq.context) else { return false };
         let items = match offer(&self.pools, table, context, entries) {
