@@ -57,6 +57,8 @@ pub mod counters;
 pub mod driver;
 pub mod endpoint;
 pub mod get;
+#[cfg(feature = "std")]
+mod guard_word;
 pub mod hash;
 pub mod id;
 #[cfg(feature = "std")]

@@ -83,7 +83,7 @@ fn each_core_without_std() -> Result<()> {
 }
 
 fn tests() -> Result<()> {
-    let numbers = Numbers { seed: commit_seed(), requests: None };
+    let numbers = Numbers { seed: commit_seed(), ..Numbers::default() };
     test::run(Layer::All, numbers, Runner::Installed)
 }
 

@@ -1,0 +1,95 @@
+//! A prefill worker that is frozen while its pages are being read.
+
+use super::super::client::{Metrics, eventually, healthy};
+use super::super::cluster::{Server, note};
+use super::{End, FLAGS, Figure, Known, Plan, ask, owned_at_rest};
+use futures_util::future::join_all;
+use rustix::process::Signal;
+use std::time::{Duration, Instant};
+
+/// Requests that may be with the frozen worker: a few prompts, each several chunks long.
+const IN_TRANSFER: usize = 4;
+
+async fn count(url: &str, name: &str) -> f64 {
+    Metrics::of(url).await.sum(&format!("dsv4:{name}"), &[])
+}
+
+/// Freezes one of two prefill workers in mid-transfer. What it had is answered before it thaws, what
+/// comes meanwhile is handed over by the other, and afterwards it takes part again.
+pub(super) async fn run(plan: &Plan, known: &Known) -> Vec<Figure> {
+    let flags = format!("{FLAGS} --disaggregation-transfer-backend {}", plan.transport);
+    let frozen = Server::worker("prefill", &flags);
+    let other = Server::worker("prefill", &flags);
+    let address = other.bootstrap.as_ref().expect("a prefill worker");
+    let both = format!("--disaggregation-bootstrap {address} {flags}");
+    let decode = Server::decode_of(&frozen, &both);
+    let url = decode.url.clone();
+    healthy(&url).await;
+    eventually("both are connected", async || (count(&url, "peers").await == 2.0).then_some(()))
+        .await;
+
+    let asked: Vec<_> = known.long.iter().take(IN_TRANSFER).cloned().collect();
+    let requests: Vec<_> = asked
+        .into_iter()
+        .map(|(ids, answer)| {
+            let url = url.clone();
+            tokio::spawn(async move { (ask(&url, &ids, &answer).await, Instant::now()) })
+        })
+        .collect();
+    // Pages are lent from the first complete block on until the decode worker has them all.
+    eventually("pages are in transfer", async || {
+        (count(&frozen.url, "prompts_lent").await > 0.0).then_some(())
+    })
+    .await;
+    frozen.process.signal(Signal::STOP);
+    let start = Instant::now();
+    let before = count(&url, "handoffs_total").await;
+    let mut served = 0;
+    let mut wrong = 0;
+    for (ids, answer) in known.short.iter().take(8) {
+        let end = ask(&url, ids, answer).await;
+        served += usize::from(end == End::Right);
+        wrong += usize::from(end == End::Wrong);
+    }
+    let ends = join_all(requests).await;
+    let mut last = Duration::ZERO;
+    for end in ends {
+        let (end, at) = end.expect("a client does not panic");
+        served += usize::from(end == End::Right);
+        wrong += usize::from(end == End::Wrong);
+        last = last.max(at.saturating_duration_since(start));
+    }
+    let lost = count(&url, "transfer_failed_peer_lost_total").await;
+    let by_other = count(&url, "handoffs_total").await - before;
+    let owned = owned_at_rest(&url).await;
+    // A freeze without a length lasts as long as the requests need.
+    let is_late = !plan.freeze.is_zero() && last > plan.freeze;
+    // The rest of the freeze: it ends when the plan says so, not when the requests have ended.
+    tokio::time::sleep(plan.freeze.saturating_sub(start.elapsed())).await;
+    frozen.process.signal(Signal::CONT);
+    let thawed = owned_at_rest(&frozen.url).await + owned_at_rest(&other.url).await;
+    eventually("it is a peer again", async || (count(&url, "peers").await == 2.0).then_some(()))
+        .await;
+    for (ids, answer) in known.short.iter().rev().take(8) {
+        let end = ask(&url, ids, answer).await;
+        served += usize::from(end == End::Right);
+        wrong += usize::from(end == End::Wrong);
+    }
+    let mut bad = 0.0;
+    for name in ["mismatches", "stale_gets", "failed_violation", "group_retries"] {
+        bad += count(&url, &format!("transfer_{name}_total")).await;
+    }
+    note(&format!("frozen: {lost} hand-offs given up, the last request ended after {last:?}"));
+    let all = (IN_TRANSFER + 16) as f64;
+    vec![
+        Figure::plain("freeze_seconds", plan.freeze.as_secs_f64(), "s"),
+        Figure::plain("freeze_last_answer_seconds", last.as_secs_f64(), "s"),
+        Figure::at_most("freeze_late", f64::from(u8::from(is_late)), "runs", 0.0),
+        Figure::at_most("freeze_wrong", wrong as f64, "requests", 0.0),
+        Figure::at_least("freeze_right", served as f64, "requests", all),
+        Figure::at_least("freeze_given_up", lost, "prompts", 1.0),
+        Figure::at_least("freeze_served_by_other", by_other, "prompts", 1.0),
+        Figure::at_most("freeze_bad_pages", bad, "pages", 0.0),
+        Figure::at_most("freeze_pages_owned", owned + thawed, "pages", 0.0),
+    ]
+}
