@@ -5,6 +5,7 @@ mod it {
     mod clauses;
     mod conformance;
     mod fences;
+    mod fuzz;
     mod handoff;
     mod hostile;
     mod model;

@@ -26,6 +26,7 @@ fn read(mut words: impl Iterator<Item = String>) -> Result<Plan, String> {
     let seed = std::env::var("DSV4_TEST_SEED").ok().and_then(|seed| seed.parse().ok());
     let mut plan = Plan {
         requests: 2_000,
+        prompts: 48,
         aborts: 10_000,
         seed: seed.unwrap_or(1),
         transport: "shm".to_owned(),

@@ -27,6 +27,8 @@ use std::time::{Duration, Instant};
 pub(crate) struct Plan {
     /// Requests of the storm.
     pub(crate) requests: usize,
+    /// Different prompts of the storm.
+    pub(crate) prompts: usize,
     /// Requests whose client hangs up.
     pub(crate) aborts: usize,
     /// Decides on the faults, their order and their places, and on the prompts.
@@ -116,7 +118,7 @@ impl Figure {
 
 /// Runs everything.
 pub(crate) async fn run(plan: &Plan) -> Vec<Figure> {
-    let known = Known::ask(plan.seed).await;
+    let known = Known::ask(plan.prompts, plan.seed).await;
     let mut figures = storm::run(plan, &known).await;
     figures.extend(freeze::run(plan, &known).await);
     figures.extend(aborts::run(plan, &known).await);
@@ -143,8 +145,6 @@ impl Rng {
 
 /// Most tokens of an answer.
 const OUTPUT: u32 = 6;
-/// Prompts of the storm.
-const PROMPTS: u64 = 48;
 /// Tokens of the prompts that are in transfer when a worker is frozen.
 const LONG: usize = 3000;
 
@@ -156,11 +156,11 @@ struct Known {
 }
 
 impl Known {
-    async fn ask(seed: u64) -> Self {
+    async fn ask(prompts: usize, seed: u64) -> Self {
         let oracle = Server::worker("null", &format!("{FLAGS} --disable-radix-cache"));
         let mut rng = Rng(seed);
         let (mut short, mut long) = (Vec::new(), Vec::new());
-        for n in 0..PROMPTS {
+        for n in 0..prompts {
             // Up to two blocks and a bit, so that there are whole blocks, tails and windows.
             let ids = prompt(20 + rng.below(if n % 4 == 0 { 560 } else { 200 }) as usize);
             let answer = complete(&oracle.url, &ids, OUTPUT).await;

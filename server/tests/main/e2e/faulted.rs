@@ -13,7 +13,7 @@ async fn all_bars_are_met(transport: &str) {
     let transport = transport.to_owned();
     // The frozen worker thaws when the requests that it had have ended.
     let freeze = Duration::ZERO;
-    let plan = Plan { requests: 60, aborts: 100, seed, transport, at_once: 4, freeze };
+    let plan = Plan { requests: 48, prompts: 10, aborts: 100, seed, transport, at_once: 4, freeze };
     let figures = run(&plan).await;
     for figure in &figures {
         note(&format!("{} {} {}", figure.name, figure.value, figure.unit));
@@ -43,6 +43,4 @@ fn page_memory_that_is_not_there_is_an_error_at_the_start() {
         word.contains("allocate the page pools: allocate ") && word.contains("shared"),
         "{word}"
     );
-    let word = limits::last_word("ulimit -v 262144", "--kv-memory-mib 512");
-    assert!(word.contains("allocate"), "{word}");
 }

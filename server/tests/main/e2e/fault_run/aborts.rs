@@ -14,8 +14,8 @@ use tokio::net::TcpStream;
 
 /// Tokens that nobody stays for.
 const OUTPUT: u32 = 400;
-/// Parts of the run after which the processes are looked at.
-const PARTS: usize = 20;
+/// Requests after which the processes are looked at.
+const PART: usize = 500;
 
 /// A prompt that no other request has: a stretch of a conversation with a mark in front.
 fn fresh(number: usize, rng: &mut Rng) -> Vec<u32> {
@@ -102,8 +102,10 @@ pub(super) async fn run(plan: &Plan, known: &Known) -> Vec<Figure> {
     let (before, mut owned) = at_rest(&pair, None).await;
     let descriptors = before.map(|usage| usage.descriptors);
     let (mut middle, mut after, mut errors) = (before, before, 0);
-    for part in 0..PARTS {
-        let numbers = plan.aborts * part / PARTS..plan.aborts * (part + 1) / PARTS;
+    // An even number, so that one part ends in the middle.
+    let parts = plan.aborts.div_ceil(2 * PART) * 2;
+    for part in 0..parts {
+        let numbers = plan.aborts * part / parts..plan.aborts * (part + 1) / parts;
         let (next, end) = (Arc::new(AtomicUsize::new(numbers.start)), numbers.end);
         let clients: Vec<_> = (0..plan.at_once)
             .map(|_| {
@@ -126,7 +128,7 @@ pub(super) async fn run(plan: &Plan, known: &Known) -> Vec<Figure> {
         }
         let (usages, left) = at_rest(&pair, Some(descriptors)).await;
         owned += left;
-        if part + 1 == PARTS / 2 {
+        if part + 1 == parts / 2 {
             middle = usages;
         }
         after = usages;
@@ -151,7 +153,8 @@ pub(super) async fn run(plan: &Plan, known: &Known) -> Vec<Figure> {
         Figure::at_most("decode_fds_after", after[0].descriptors, "fds", before[0].descriptors),
         Figure::plain("prefill_fds_before", before[1].descriptors, "fds"),
         Figure::at_most("prefill_fds_after", after[1].descriptors, "fds", before[1].descriptors),
-        Figure::at_most("threads", after[0].threads, "threads", before[0].threads),
+        Figure::plain("decode_threads_before", before[0].threads, "threads"),
+        Figure::plain("decode_threads_after", after[0].threads, "threads"),
         Figure::at_most("abort_pages_owned", owned, "pages", 0.0),
         Figure::plain("abort_seconds", start.elapsed().as_secs_f64(), "s"),
     ]
