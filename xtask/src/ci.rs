@@ -10,7 +10,7 @@ type Step = (&'static str, fn() -> Result<()>);
 
 /// Steps in order: what fails fast first, the tests last, so that the closing line of the test
 /// runner is the last output.
-const STEPS: [Step; 12] = [
+const STEPS: [Step; 13] = [
     ("fmt", fmt),
     ("tidy", tidy::run),
     ("fences", fences::run),
@@ -22,6 +22,7 @@ const STEPS: [Step; 12] = [
     ("ucx", || ucx::ensure().map(drop)),
     ("build", build),
     ("external", external::run),
+    ("loom", || test::run(Layer::Loom, Numbers::default(), Runner::Cargo)),
     ("test", tests),
 ];
 
@@ -46,7 +47,8 @@ pub(crate) fn check() -> Result<()> {
 }
 
 fn fmt() -> Result<()> {
-    sh::run(sh::cargo().args(["fmt", "--all", "--check"]))
+    sh::run(sh::cargo().args(["fmt", "--all", "--check"]))?;
+    sh::run(sh::cargo().args(["fmt", "--check", "--manifest-path", test::LOOM]))
 }
 
 fn clippy() -> Result<()> {

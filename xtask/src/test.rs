@@ -17,6 +17,8 @@ use tally::Tally;
 
 /// Least number of tests per layer.
 const FLOOR: &str = ".config/test-floor.toml";
+/// The crate of the loom models.
+pub(crate) const LOOM: &str = "loom/Cargo.toml";
 /// Seed of randomised tests, for those that read it.
 const SEED: &str = "DSV4_TEST_SEED";
 /// Requests of the simulation with every fault on, for the nightly run.
@@ -62,6 +64,7 @@ pub(crate) fn run(layer: Layer, numbers: Numbers, runner: Runner) -> Result<()> 
         bail!("--aborts and --transport are for the layer faults");
     }
     match layer {
+        Layer::Loom => return loom(),
         Layer::Load => return long("load", numbers, &[]),
         Layer::Faults => {
             let arguments = fault_arguments(&numbers);
@@ -176,6 +179,21 @@ fn above_floor(layer: Layer, tally: &Tally, without: Option<&str>) -> Result<()>
     }
     if tally.passed < floor {
         bail!("{} tests ran, {FLOOR} asks for {floor} in layer {layer}", tally.passed);
+    }
+    Ok(())
+}
+
+/// The models of the crate in the folder `loom`, a workspace of its own.
+fn loom() -> Result<()> {
+    let target = std::env::var_os("CARGO_TARGET_DIR")
+        .map_or_else(|| sh::root().join("target"), |target| sh::root().join(target));
+    let mut command = sh::cargo();
+    command.args(["test", "--locked", "--lib", "--manifest-path", LOOM]);
+    command.env("CARGO_TARGET_DIR", target.join("loom"));
+    let mut tally = Tally::default();
+    watch(&mut command, Watch::Stdout, &mut tally)?;
+    if tally.passed == 0 {
+        bail!("there is no model in {LOOM}");
     }
     Ok(())
 }

@@ -1,7 +1,8 @@
 //! The targets of fuzzing on committed corpora, and a short seeded mutation of them.
 
 use pd_transfer::testing::Rng;
-use pd_transfer::testing::fuzz::{TARGETS, mutate, seeds};
+use pd_transfer::testing::fuzz::{TARGETS, endpoint_calls, mutate, seeds};
+use pd_transfer::testing::mutation::{Mutation, without};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -72,4 +73,19 @@ fn no_mutation_of_the_corpora_is_a_finding() {
         let each = start.elapsed().checked_div(runs as u32).unwrap_or(Duration::ZERO);
         println!("{name}: {runs} mutations, {each:?} each");
     }
+}
+
+/// Runs mutated lists of calls without a guard; whether one of them is a finding.
+fn is_found(removed: Mutation) -> bool {
+    let inputs = seeds("endpoint_calls");
+    let mut rng = Rng::new(1);
+    (0..RUNS).any(|_| {
+        let input = mutate(&mut rng, &inputs);
+        std::panic::catch_unwind(|| without(&[removed], || endpoint_calls(&input))).is_err()
+    })
+}
+
+#[test]
+fn calls_without_the_wait_for_own_gets_are_a_finding() {
+    assert!(is_found(Mutation::DrainProof));
 }

@@ -417,7 +417,8 @@ impl World {
     }
 
     /// The last link is lost, what was under way ends: every attempt has ended once on each side.
-    fn end(mut self) {
+    /// How many were completed and how many failed after they had been opened.
+    fn end(mut self) -> (usize, usize) {
         self.lose();
         for op in std::mem::take(&mut self.checks) {
             self.nodes[DECODE].handle_verified(self.now, op, true);
@@ -432,6 +433,8 @@ impl World {
         }
         let sender = self.nodes[PREFILL].sender().expect("a prefill node sends");
         assert_eq!(sender.open_attempts(), 0);
+        let sum = |of: fn(&Ledger) -> usize| self.ledgers.values().map(of).sum();
+        (sum(|ledger| ledger.completed), sum(|ledger| ledger.failed - ledger.not_started))
     }
 }
 
@@ -441,10 +444,14 @@ fn extent(offset: u64) -> Extent {
 
 /// Runs a list of calls and events; see the module text.
 pub fn calls(bytes: &[u8]) {
+    run(bytes);
+}
+
+fn run(bytes: &[u8]) -> (usize, usize) {
     let mut world = World::new();
     let mut script = Script(bytes);
     while world.call(&mut script).is_some() {}
-    world.end();
+    world.end()
 }
 
 /// A link, an attempt of two pages, and all that follows, in order; then parts of it.
@@ -469,4 +476,15 @@ pub(super) fn seeds() -> Vec<Vec<u8>> {
     let lost = [&whole[..22], &[23, 3][..]].concat();
     let silent = [&whole[..22], &[22, 5, 22, 5][..]].concat();
     vec![whole, bad_page, cancelled, lost, silent]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_seeds_complete_and_fail() {
+        let ends: Vec<_> = seeds().iter().map(|seed| run(seed)).collect();
+        assert_eq!(ends, [(1, 0), (1, 0), (0, 1), (0, 1), (0, 1)]);
+    }
 }

@@ -1,17 +1,55 @@
 //! A prefill worker that is frozen while its pages are being read.
 
 use super::super::client::{Metrics, eventually, healthy};
-use super::super::cluster::{Server, note};
+use super::super::cluster::Server;
 use super::{End, FLAGS, Figure, Known, Plan, ask, owned_at_rest};
-use futures_util::future::join_all;
 use rustix::process::Signal;
+use serde_json::Value;
 use std::time::{Duration, Instant};
+use tokio::task::JoinHandle;
 
 /// Requests that may be with the frozen worker: a few prompts, each several chunks long.
 const IN_TRANSFER: usize = 4;
 
 async fn count(url: &str, name: &str) -> f64 {
     Metrics::of(url).await.sum(&format!("dsv4:{name}"), &[])
+}
+
+/// How requests ended.
+#[derive(Debug, Default)]
+struct Ends {
+    right: usize,
+    wrong: usize,
+}
+
+impl Ends {
+    fn add(&mut self, end: &End) {
+        self.right += usize::from(*end == End::Right);
+        self.wrong += usize::from(*end == End::Wrong);
+    }
+
+    async fn ask(&mut self, url: &str, known: impl Iterator<Item = &(Vec<u32>, Value)>) {
+        for (ids, answer) in known {
+            self.add(&ask(url, ids, answer).await);
+        }
+    }
+}
+
+/// Waits until both prefill workers are peers of the decode worker.
+async fn both_are_peers(url: &str) {
+    eventually("both are connected", async || (count(url, "peers").await == 2.0).then_some(()))
+        .await;
+}
+
+/// Requests that run by themselves, with the moments at which they end.
+fn ask_at_once(url: &str, known: &Known) -> Vec<JoinHandle<(End, Instant)>> {
+    let asked = known.long.iter().take(IN_TRANSFER).cloned();
+    asked
+        .map(|(ids, answer)| {
+            let url = url.to_owned();
+            tokio::spawn(async move { (ask(&url, &ids, &answer).await, Instant::now()) })
+        })
+        .collect()
 }
 
 /// Freezes one of two prefill workers in mid-transfer. What it had is answered before it thaws, what
@@ -21,21 +59,12 @@ pub(super) async fn run(plan: &Plan, known: &Known) -> Vec<Figure> {
     let frozen = Server::worker("prefill", &flags);
     let other = Server::worker("prefill", &flags);
     let address = other.bootstrap.as_ref().expect("a prefill worker");
-    let both = format!("--disaggregation-bootstrap {address} {flags}");
-    let decode = Server::decode_of(&frozen, &both);
+    let decode =
+        Server::decode_of(&frozen, &format!("--disaggregation-bootstrap {address} {flags}"));
     let url = decode.url.clone();
     healthy(&url).await;
-    eventually("both are connected", async || (count(&url, "peers").await == 2.0).then_some(()))
-        .await;
-
-    let asked: Vec<_> = known.long.iter().take(IN_TRANSFER).cloned().collect();
-    let requests: Vec<_> = asked
-        .into_iter()
-        .map(|(ids, answer)| {
-            let url = url.clone();
-            tokio::spawn(async move { (ask(&url, &ids, &answer).await, Instant::now()) })
-        })
-        .collect();
+    both_are_peers(&url).await;
+    let requests = ask_at_once(&url, known);
     // Pages are lent from the first complete block on until the decode worker has them all.
     eventually("pages are in transfer", async || {
         (count(&frozen.url, "prompts_lent").await > 0.0).then_some(())
@@ -44,19 +73,12 @@ pub(super) async fn run(plan: &Plan, known: &Known) -> Vec<Figure> {
     frozen.process.signal(Signal::STOP);
     let start = Instant::now();
     let before = count(&url, "handoffs_total").await;
-    let mut served = 0;
-    let mut wrong = 0;
-    for (ids, answer) in known.short.iter().take(8) {
-        let end = ask(&url, ids, answer).await;
-        served += usize::from(end == End::Right);
-        wrong += usize::from(end == End::Wrong);
-    }
-    let ends = join_all(requests).await;
+    let mut ends = Ends::default();
+    ends.ask(&url, known.short.iter().take(8)).await;
     let mut last = Duration::ZERO;
-    for end in ends {
-        let (end, at) = end.expect("a client does not panic");
-        served += usize::from(end == End::Right);
-        wrong += usize::from(end == End::Wrong);
+    for request in requests {
+        let (end, at) = request.await.expect("a client does not panic");
+        ends.add(&end);
         last = last.max(at.saturating_duration_since(start));
     }
     let lost = count(&url, "transfer_failed_peer_lost_total").await;
@@ -68,25 +90,19 @@ pub(super) async fn run(plan: &Plan, known: &Known) -> Vec<Figure> {
     tokio::time::sleep(plan.freeze.saturating_sub(start.elapsed())).await;
     frozen.process.signal(Signal::CONT);
     let thawed = owned_at_rest(&frozen.url).await + owned_at_rest(&other.url).await;
-    eventually("it is a peer again", async || (count(&url, "peers").await == 2.0).then_some(()))
-        .await;
-    for (ids, answer) in known.short.iter().rev().take(8) {
-        let end = ask(&url, ids, answer).await;
-        served += usize::from(end == End::Right);
-        wrong += usize::from(end == End::Wrong);
-    }
+    both_are_peers(&url).await;
+    ends.ask(&url, known.short.iter().rev().take(8)).await;
     let mut bad = 0.0;
     for name in ["mismatches", "stale_gets", "failed_violation", "group_retries"] {
         bad += count(&url, &format!("transfer_{name}_total")).await;
     }
-    note(&format!("frozen: {lost} hand-offs given up, the last request ended after {last:?}"));
     let all = (IN_TRANSFER + 16) as f64;
     vec![
         Figure::plain("freeze_seconds", plan.freeze.as_secs_f64(), "s"),
-        Figure::plain("freeze_last_answer_seconds", last.as_secs_f64(), "s"),
+        Figure::plain("freeze_last_answer", last.as_secs_f64(), "s"),
         Figure::at_most("freeze_late", f64::from(u8::from(is_late)), "runs", 0.0),
-        Figure::at_most("freeze_wrong", wrong as f64, "requests", 0.0),
-        Figure::at_least("freeze_right", served as f64, "requests", all),
+        Figure::at_most("freeze_wrong", ends.wrong as f64, "requests", 0.0),
+        Figure::at_least("freeze_right", ends.right as f64, "requests", all),
         Figure::at_least("freeze_given_up", lost, "prompts", 1.0),
         Figure::at_least("freeze_served_by_other", by_other, "prompts", 1.0),
         Figure::at_most("freeze_bad_pages", bad, "pages", 0.0),
