@@ -470,11 +470,14 @@ pub(super) fn seeds() -> Vec<Vec<u8>> {
     whole.extend(to_decode);
     whole.extend(to_prefill);
     whole.extend(to_decode);
-    let mut bad_page = whole[..22].to_vec();
-    bad_page.extend([14, 0, 7, 17, 0, 7, 21, 0, 0, 14, 0, 7, 17, 0, 7]);
-    let cancelled = [&whole[..22], &[19, 0, 14, 0, 7, 14, 0, 7][..]].concat();
-    let lost = [&whole[..22], &[23, 3][..]].concat();
-    let silent = [&whole[..22], &[22, 5, 22, 5][..]].concat();
+    let (offered, ended) = (&whole[..24], &whole[36..]);
+    let landed = [14, 0, 7, 14, 0, 7, 17, 0, 0, 17, 0, 0];
+    // The first page is wrong, and is read again with the other one of its group.
+    let again = [14, 0, 7, 17, 0, 7, 14, 0, 7, 17, 0, 0, 21, 0, 0];
+    let bad_page = [offered, &again, &landed, ended].concat();
+    let cancelled = [offered, &[19, 0, 14, 0, 7, 14, 0, 7]].concat();
+    let lost = [offered, &[23, 3]].concat();
+    let silent = [offered, &[22, 5, 22, 5]].concat();
     vec![whole, bad_page, cancelled, lost, silent]
 }
 
