@@ -2,7 +2,7 @@
 
 use super::super::client::{Metrics, eventually, healthy};
 use super::super::cluster::Server;
-use super::{End, FLAGS, Figure, Known, Plan, ask, owned_at_rest};
+use super::{Bar, End, FLAGS, Figure, Known, Plan, ask, owned_at_rest};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::time::{Duration, Instant};
@@ -73,6 +73,12 @@ pub(super) async fn run(plan: &Plan, known: &Known) -> Vec<Figure> {
     frozen.process.signal(Signal::STOP);
     let start = Instant::now();
     let before = count(&url, "handoffs_total").await;
+    let lost = "transfer_failed_peer_lost_total";
+    eventually("the frozen hand-offs are given up", async || {
+        (count(&url, lost).await > 0.0).then_some(())
+    })
+    .await;
+    let given_up = start.elapsed();
     let mut ends = Ends::default();
     ends.ask(&url, known.short.iter().take(8)).await;
     let mut last = Duration::ZERO;
@@ -81,12 +87,10 @@ pub(super) async fn run(plan: &Plan, known: &Known) -> Vec<Figure> {
         ends.add(&end);
         last = last.max(at.saturating_duration_since(start));
     }
-    let lost = count(&url, "transfer_failed_peer_lost_total").await;
+    let lost = count(&url, lost).await;
     let by_other = count(&url, "handoffs_total").await - before;
     let owned = owned_at_rest(&url).await;
-    // A freeze without a length lasts as long as the requests need.
-    let is_late = !plan.freeze.is_zero() && last > plan.freeze;
-    // The rest of the freeze: it ends when the plan says so, not when the requests have ended.
+    // All of that was before the thaw. The rest of the freeze, if there is one:
     tokio::time::sleep(plan.freeze.saturating_sub(start.elapsed())).await;
     frozen.process.signal(Signal::CONT);
     let thawed = owned_at_rest(&frozen.url).await + owned_at_rest(&other.url).await;
@@ -97,10 +101,13 @@ pub(super) async fn run(plan: &Plan, known: &Known) -> Vec<Figure> {
         bad += count(&url, &format!("transfer_{name}_total")).await;
     }
     let all = (IN_TRANSFER + 16) as f64;
+    // A freeze without a length lasts as long as the requests need.
+    let bar =
+        if plan.freeze.is_zero() { Bar::None } else { Bar::AtMost(plan.freeze.as_secs_f64()) };
     vec![
         Figure::plain("freeze_seconds", plan.freeze.as_secs_f64(), "s"),
+        Figure { bar, ..Figure::plain("freeze_given_up_after", given_up.as_secs_f64(), "s") },
         Figure::plain("freeze_last_answer", last.as_secs_f64(), "s"),
-        Figure::at_most("freeze_late", f64::from(u8::from(is_late)), "runs", 0.0),
         Figure::at_most("freeze_wrong", ends.wrong as f64, "requests", 0.0),
         Figure::at_least("freeze_right", ends.right as f64, "requests", all),
         Figure::at_least("freeze_given_up", lost, "prompts", 1.0),

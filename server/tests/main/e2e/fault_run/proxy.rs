@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
@@ -11,8 +11,9 @@ use std::thread;
 struct State {
     open: Mutex<BTreeMap<u64, [TcpStream; 2]>>,
     next: AtomicU64,
-    /// Chunks that are still to be damaged.
+    /// Chunks that are still to be damaged, and how many bytes they must have.
     flips: AtomicU64,
+    least: AtomicUsize,
     flipped: AtomicU64,
     is_ending: AtomicBool,
 }
@@ -24,6 +25,9 @@ impl State {
 
     /// Flips a bit in the middle of a chunk, if one is due.
     fn damage(&self, bytes: &mut [u8]) {
+        if bytes.len() < self.least.load(Ordering::Acquire) {
+            return;
+        }
         let one_less = |left: u64| left.checked_sub(1);
         if self.flips.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less).is_ok() {
             let middle = bytes.len() / 2;
@@ -62,8 +66,10 @@ impl Proxy {
         open.len()
     }
 
-    /// Damages the next `chunks` chunks that pass.
-    pub(super) fn flip(&self, chunks: u64) {
+    /// Damages the next `chunks` chunks of at least `bytes` that pass: large ones are pages, small
+    /// ones messages.
+    pub(super) fn flip(&self, chunks: u64, bytes: usize) {
+        self.state.least.store(bytes, Ordering::Release);
         self.state.flips.store(chunks, Ordering::Release);
     }
 
@@ -106,10 +112,7 @@ fn accept(listener: &TcpListener, state: &Arc<State>, target: &str) {
 fn pump(mut from: TcpStream, mut to: TcpStream, state: &State) {
     let mut chunk = vec![0; 64 << 10];
     while let Ok(len @ 1..) = from.read(&mut chunk) {
-        // Not in a greeting, which is refused by name and logged as an error.
-        if len > 1024 {
-            state.damage(&mut chunk[..len]);
-        }
+        state.damage(&mut chunk[..len]);
         if to.write_all(&chunk[..len]).is_err() {
             break;
         }

@@ -117,7 +117,11 @@ impl Cluster {
             }
             n => match self.proxies.get(which as usize % 2) {
                 Some(proxy) if n == 6 => self.faults.cuts += proxy.cut(),
-                Some(proxy) => proxy.flip(1 + rng.below(3)),
+                Some(proxy) => {
+                    // Messages, then mostly pages.
+                    let bytes = [1 << 10, 8 << 10, 32 << 10][rng.below(3) as usize];
+                    proxy.flip(1 + rng.below(3), bytes);
+                }
                 None => self.replace(which % 2, true).await,
             },
         }
