@@ -20,7 +20,9 @@ const PART: usize = 500;
 /// A prompt that no other request has: a stretch of a conversation with a mark in front.
 fn fresh(number: usize, rng: &mut Rng) -> Vec<u32> {
     let all = prompt(LONG);
-    let length = 8 + rng.below(300) as usize;
+    // Mostly short, so that many requests are affordable; some with a whole block.
+    let longest = if rng.below(8) == 0 { 300 } else { 40 };
+    let length = 8 + rng.below(longest) as usize;
     let from = rng.below((all.len() - length) as u64) as usize;
     let mut ids = all[from..from + length].to_vec();
     for (place, id) in ids.iter_mut().take(4).enumerate() {
