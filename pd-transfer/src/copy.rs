@@ -7,10 +7,13 @@
 #![expect(unsafe_code, reason = "copies by address between memory that is not Rust's alone")]
 
 use crate::get::{Digest, Get};
+use crate::guard_word;
 use crate::page_hash::{Careful, plain};
 use crate::transport::{RegionOwner, guard_inside, inside};
 use crate::wire::{Extent, Guard};
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+pub use crate::guard_word::changed as guards_changed;
+use std::sync::atomic::AtomicU64;
 
 /// How a copy ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,11 +79,7 @@ fn guard_holds(region: &dyn RegionOwner, guard: &Guard) -> bool {
     // SAFETY: `check_guard` has shown that the word lies inside the region and that its offset is a
     // multiple of 8; a region's base is aligned to 8 and stays mapped while `region` is borrowed.
     let word = unsafe { AtomicU64::from_ptr(word) };
-    // Relaxed, because only relaxed loads are allowed on memory that is mapped read-only.
-    let holds = word.load(Ordering::Relaxed) == guard.expect;
-    // What is copied after this was not read before it.
-    fence(Ordering::Acquire);
-    holds
+    guard_word::holds(word, guard.expect)
 }
 
 /// Copies `get.source` of `source` to `get.target` of `target`.
@@ -121,7 +120,7 @@ pub(crate) fn hashed_copy(
     }
     let digest = hash.finish();
     // PD-T3
-    fence(Ordering::Acquire);
+    guard_word::copied();
     let holds = guard_holds(guards, &get.guard);
     Ok(if holds { (Copied::Done, digest) } else { (Copied::Stale, None) })
 }
@@ -146,7 +145,7 @@ pub fn guarded_read(
         read(source, extent, out)?;
     }
     // PD-T3
-    fence(Ordering::Acquire);
+    guard_word::copied();
     Ok(if guard_holds(guards, guard) { Copied::Done } else { Copied::Stale })
 }
 
@@ -200,9 +199,7 @@ pub fn set_guard(region: &dyn RegionOwner, offset: u64, value: u64) -> Result<()
     // SAFETY: as in `guard_holds`.
     let word = unsafe { AtomicU64::from_ptr(word) };
     // PD-G1
-    word.store(value, Ordering::Release);
-    // Writes of the next owner of the page must not become visible before the word.
-    fence(Ordering::SeqCst);
+    guard_word::change(word, value);
     Ok(())
 }
 

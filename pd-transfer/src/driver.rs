@@ -533,7 +533,7 @@ impl Driver {
                     self.transport.cut(peer);
                 }
             },
-            Action::Get { peer, get } => {
+            Action::Get { peer, get, .. } => {
                 if self.gets.0 != peer && !self.gets.1.is_empty() {
                     self.begin_gets(now);
                 }

@@ -172,6 +172,8 @@ pub enum Action {
     Get {
         /// From whom.
         peer: PeerId,
+        /// For which attempt.
+        attempt: AttemptId,
         /// What.
         get: Get,
     },
@@ -586,8 +588,8 @@ impl Endpoint {
                         }
                     }
                 }
-                ReceiverOutput::Get { peer, get } => {
-                    self.actions.push_back(Action::Get { peer, get });
+                ReceiverOutput::Get { peer, attempt, get } => {
+                    self.actions.push_back(Action::Get { peer, attempt, get });
                 }
                 ReceiverOutput::Verify(verify) => self.actions.push_back(Action::Verify(verify)),
                 ReceiverOutput::Wrong { attempt, peer, key, fault } => {

@@ -59,6 +59,8 @@ pub mod driver;
 pub mod endpoint;
 pub mod get;
 pub mod group;
+#[cfg(feature = "std")]
+mod guard_word;
 pub mod hash;
 pub mod id;
 #[cfg(feature = "std")]

@@ -536,7 +536,7 @@ impl Receiver {
             peer.in_flight += 1;
             let op = self.ops.insert(Op { attempt, page, peer: id, step: Step::Pull });
             let get = Get { op, ..get };
-            self.outputs.push_back(ReceiverOutput::Get { peer: id, get });
+            self.outputs.push_back(ReceiverOutput::Get { peer: id, attempt, get });
         }
     }
 

@@ -3,6 +3,7 @@
 
 pub mod conformance;
 pub mod faulty;
+pub mod fuzz;
 pub mod mutation;
 pub mod pages;
 pub mod ranks;

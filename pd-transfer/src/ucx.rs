@@ -39,6 +39,8 @@ use crate::transport::{
 };
 use crate::wire::RegionId;
 use engine::Engine;
+#[cfg(feature = "testing")]
+pub(crate) use hello::hear;
 use std::sync::Arc;
 use std::time::Duration;
 pub use sys::Version;

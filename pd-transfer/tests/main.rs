@@ -6,6 +6,7 @@ mod it {
     mod conformance;
     mod fan_out;
     mod fences;
+    mod fuzz;
     mod group;
     mod handoff;
     mod hostile;

@@ -205,6 +205,14 @@ pub enum ConfigError {
         /// Memory of the machine.
         machine: u64,
     },
+    /// More memory than is free now.
+    #[error("the pages of a worker need {needed} MiB, {free} MiB are free: see --kv-memory-mib")]
+    NoRoom {
+        /// MiB for its pages.
+        needed: u64,
+        /// MiB that the machine can still give.
+        free: u64,
+    },
     /// Too little memory for one request of full length.
     #[error("--kv-memory-mib {mib}: one sequence of {context} tokens needs {needed} MiB")]
     Memory {

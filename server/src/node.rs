@@ -478,6 +478,7 @@ struct Draft {
 impl Assembly<'_> {
     fn draft(&self, role: Role) -> anyhow::Result<Draft> {
         let parts = &self.parts;
+        memory::ensure_room(&parts.geometry, &parts.counts)?;
         let device = CpuDevice::new();
         let pools = Pools::new(Arc::clone(&parts.geometry), &device, parts.counts)
             .context("allocate the page pools")?;

@@ -10,7 +10,7 @@ type Step = (&'static str, fn() -> Result<()>);
 
 /// Steps in order: what fails fast first, the tests last, so that the closing line of the test
 /// runner is the last output.
-const STEPS: [Step; 13] = [
+const STEPS: [Step; 14] = [
     ("fmt", fmt),
     ("tidy", tidy::run),
     ("fences", fences::run),
@@ -23,6 +23,7 @@ const STEPS: [Step; 13] = [
     ("build", build),
     ("external", external::run),
     ("bench", bench::smoke),
+    ("loom", || test::run(Layer::Loom, Numbers::default(), Runner::Cargo)),
     ("test", tests),
 ];
 
@@ -47,7 +48,8 @@ pub(crate) fn check() -> Result<()> {
 }
 
 fn fmt() -> Result<()> {
-    sh::run(sh::cargo().args(["fmt", "--all", "--check"]))
+    sh::run(sh::cargo().args(["fmt", "--all", "--check"]))?;
+    sh::run(sh::cargo().args(["fmt", "--check", "--manifest-path", test::LOOM]))
 }
 
 fn clippy() -> Result<()> {
@@ -84,7 +86,7 @@ fn each_core_without_std() -> Result<()> {
 }
 
 fn tests() -> Result<()> {
-    let numbers = Numbers { seed: commit_seed(), requests: None };
+    let numbers = Numbers { seed: commit_seed(), ..Numbers::default() };
     test::run(Layer::All, numbers, Runner::Installed)
 }
 

@@ -53,9 +53,15 @@ enum Task {
         /// Seed of randomised tests.
         #[arg(long)]
         seed: Option<u64>,
-        /// Requests of the simulation with every fault on; layer `sim` only.
+        /// Requests with every fault on; layers `sim` and `faults` only.
         #[arg(long)]
         requests: Option<u64>,
+        /// Requests whose client hangs up; layer `faults` only.
+        #[arg(long)]
+        aborts: Option<u64>,
+        /// How pages travel: shm, tcp or ucx; layer `faults` only.
+        #[arg(long)]
+        transport: Option<String>,
         /// Use `cargo test` even where cargo-nextest is installed.
         #[arg(long)]
         plain: bool,
@@ -131,9 +137,9 @@ fn perform(task: Task) -> Result<()> {
         Task::Check => ci::check(),
         Task::Tidy => tidy::run(),
         Task::Fences => fences::run(),
-        Task::Test { layer, seed, requests, plain } => {
+        Task::Test { layer, seed, requests, aborts, transport, plain } => {
             let runner = if plain { test::Runner::Cargo } else { test::Runner::Installed };
-            test::run(layer, test::Numbers { seed, requests }, runner)
+            test::run(layer, test::Numbers { seed, requests, aborts, transport }, runner)
         }
         Task::Bench { compare: Some(BenchTask::Compare { a, b }), .. } => bench::compare(&a, &b),
         Task::Bench { compare: None, suite, no_peers, quick } => {
@@ -173,5 +179,6 @@ mod tests {
         assert!(parse(&["xtask", "bench", "nothing"]).is_err());
         assert!(parse(&["xtask", "test", "sim", "--seed", "7"]).is_ok());
         assert!(parse(&["xtask", "test", "sim", "--requests", "100000"]).is_ok());
+        assert!(parse(&["xtask", "test", "faults", "--aborts", "9", "--transport", "tcp"]).is_ok());
     }
 }

@@ -17,6 +17,8 @@ use tally::Tally;
 
 /// Least number of tests per layer.
 const FLOOR: &str = ".config/test-floor.toml";
+/// The crate of the loom models.
+pub(crate) const LOOM: &str = "loom/Cargo.toml";
 /// Seed of randomised tests, for those that read it.
 const SEED: &str = "DSV4_TEST_SEED";
 /// Requests of the simulation with every fault on, for the nightly run.
@@ -34,12 +36,16 @@ pub(crate) enum Runner {
 }
 
 /// What the tests are told. Without a number each test uses its own.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Numbers {
     /// Seed of every randomised test.
     pub(crate) seed: Option<u64>,
-    /// Requests that the simulation runs with every fault on.
+    /// Requests that the simulation, or the run under faults, has with every fault on.
     pub(crate) requests: Option<u64>,
+    /// Requests of the run under faults whose client hangs up.
+    pub(crate) aborts: Option<u64>,
+    /// Transport of the run under faults.
+    pub(crate) transport: Option<String>,
 }
 
 /// What tests are given by the environment.
@@ -51,11 +57,20 @@ struct Equipment {
 
 /// Runs the tests of `layer`.
 pub(crate) fn run(layer: Layer, numbers: Numbers, runner: Runner) -> Result<()> {
-    if layer == Layer::Load {
-        return load(numbers);
+    if numbers.requests.is_some() && !matches!(layer, Layer::Sim | Layer::Faults) {
+        bail!("--requests is for the layers sim and faults");
     }
-    if numbers.requests.is_some() && layer != Layer::Sim {
-        bail!("--requests is for the layer sim");
+    if (numbers.aborts.is_some() || numbers.transport.is_some()) && layer != Layer::Faults {
+        bail!("--aborts and --transport are for the layer faults");
+    }
+    match layer {
+        Layer::Loom => return loom(),
+        Layer::Load => return long("load", numbers, &[]),
+        Layer::Faults => {
+            let arguments = fault_arguments(&numbers);
+            return long("faults", numbers, &arguments);
+        }
+        _ => {}
     }
     let python = if layer.has_end_to_end() { interpreter()? } else { None };
     let without = (layer.has_end_to_end() && python.is_none()).then_some(PYTHON_TESTS);
@@ -168,26 +183,76 @@ fn above_floor(layer: Layer, tally: &Tally, without: Option<&str>) -> Result<()>
     Ok(())
 }
 
-/// The long load run: every test or bench target called `load`, in release.
-fn load(numbers: Numbers) -> Result<()> {
+/// The models of the crate in the folder `loom`, a workspace of its own.
+fn loom() -> Result<()> {
+    let target = std::env::var_os("CARGO_TARGET_DIR")
+        .map_or_else(|| sh::root().join("target"), |target| sh::root().join(target));
+    let mut command = sh::cargo();
+    command.args(["test", "--locked", "--lib", "--manifest-path", LOOM]);
+    command.env("CARGO_TARGET_DIR", target.join("loom"));
+    let mut tally = Tally::default();
+    watch(&mut command, Watch::Stdout, &mut tally)?;
+    if tally.passed == 0 {
+        bail!("there is no model in {LOOM}");
+    }
+    Ok(())
+}
+
+/// What the run under faults is told on its command line; the seed is in the environment.
+fn fault_arguments(numbers: &Numbers) -> Vec<String> {
+    let Numbers { requests, aborts, transport, seed: _ } = numbers;
+    let number = |n: &u64| n.to_string();
+    let all = [
+        ("--requests", requests.as_ref().map(number)),
+        ("--aborts", aborts.as_ref().map(number)),
+        ("--transport", transport.clone()),
+    ];
+    let given = all.into_iter().filter_map(|(flag, value)| Some([flag.to_owned(), value?]));
+    given.flatten().collect()
+}
+
+/// A long run: every test or bench target of this name, in release.
+fn long(name: &str, numbers: Numbers, arguments: &[String]) -> Result<()> {
+    let needs_ucx = numbers.transport.as_deref() == Some("ucx");
+    let ucx = if needs_ucx { library()? } else { None };
+    let equipment = Equipment { numbers, python: None, ucx };
     let mut runs = 0;
     for package in metadata::packages()? {
-        for target in package.targets.iter().filter(|target| target.name == "load") {
+        for target in package.targets.iter().filter(|target| target.name == name) {
             let mut command = sh::cargo();
             match target.kind.as_str() {
-                "bench" => command.args(["bench", "-p", &package.name, "--bench", "load"]),
-                "test" => {
-                    command.args(["test", "--release", "-p", &package.name, "--test", "load"])
-                }
+                "bench" => command.args(["bench", "-p", &package.name, "--bench", name]),
+                "test" => command.args(["test", "--release", "-p", &package.name, "--test", name]),
                 _ => continue,
             };
-            Equipment { numbers, python: None, ucx: None }.equip(&mut command);
+            if !arguments.is_empty() {
+                command.arg("--").args(arguments);
+            }
+            equipment.equip(&mut command);
             sh::run(&mut command)?;
             runs += 1;
         }
     }
     if runs == 0 {
-        bail!("no crate has a test or bench target called load");
+        bail!("no crate has a test or bench target called {name}");
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_run_under_faults_is_told_what_was_given() {
+        assert!(fault_arguments(&Numbers::default()).is_empty());
+        let numbers = Numbers {
+            seed: Some(3),
+            requests: Some(20),
+            aborts: None,
+            transport: Some("tcp".to_owned()),
+        };
+        assert_eq!(fault_arguments(&numbers), ["--requests", "20", "--transport", "tcp"]);
+        assert!(run(Layer::Unit, numbers, Runner::Cargo).is_err(), "another layer");
+    }
 }

@@ -8,6 +8,7 @@ mod attend;
 #[cfg(target_arch = "x86_64")]
 mod elementwise;
 #[cfg(target_arch = "x86_64")]
+mod gate;
 mod gemm;
 #[cfg(target_arch = "x86_64")]
 mod index;

@@ -3,7 +3,7 @@
 
 use super::Place;
 use crate::error::DeviceError;
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -78,7 +78,10 @@ impl Mem {
             Place::Shared => {
                 let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
                 let fd = memfd_create("dsa-kernels", flags).map_err(|e| failed(e.into()))?;
-                ftruncate(&fd, mapped as u64).map_err(|e| failed(e.into()))?;
+                // Every page of the file exists from now on: a full machine is an error here, and not
+                // a fault at the first touch, of ours or of a peer that maps the file.
+                fallocate(&fd, FallocateFlags::empty(), 0, mapped as u64)
+                    .map_err(|e| failed(e.into()))?;
                 // A process that maps the file can rely on its size: nobody can make it fault.
                 fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)
                     .map_err(|e| failed(e.into()))?;
@@ -264,6 +267,16 @@ mod tests {
         std::fs::File::from(fd).read_to_end(&mut bytes).unwrap();
         assert_eq!((bytes.len(), &bytes[100..104]), (4096, &b"page"[..]));
         assert!(Mem::map(Place::Host, 1).unwrap().shared_fd().is_none());
+    }
+
+    #[test]
+    fn shared_memory_has_all_its_pages_before_the_first_touch() {
+        let bytes = 3 << 20;
+        let mem = Mem::map(Place::Shared, bytes).unwrap();
+        let stat = rustix::fs::fstat(mem.shared_fd().unwrap()).unwrap();
+        let (size, blocks) = (stat.st_size as u64, stat.st_blocks as u64);
+        assert_eq!(size, bytes);
+        assert!(blocks * 512 >= bytes, "{blocks} blocks of 512 bytes for {bytes} bytes");
     }
 
     #[test]

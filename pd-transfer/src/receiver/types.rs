@@ -286,6 +286,8 @@ pub enum ReceiverOutput {
     Get {
         /// From whom.
         peer: PeerId,
+        /// For which attempt.
+        attempt: AttemptId,
         /// What.
         get: Get,
     },

@@ -176,6 +176,23 @@ impl FirstToken {
     }
 }
 
+/// For fuzzing and tests: bytes of a peer, read as both payloads. What is read is written again with
+/// the same bytes, and fits the vocabulary.
+///
+/// # Panics
+/// That is a finding.
+pub fn fuzz_target(bytes: &[u8]) {
+    const VOCAB: usize = 1000;
+    if let Ok(request) = PrefillRequest::decode(bytes, VOCAB) {
+        assert_eq!(request.encode(), bytes, "another encoding of {request:?}");
+        assert!(request.prompt.iter().all(|token| (*token as usize) < VOCAB));
+    }
+    if let Ok(first) = FirstToken::decode(bytes, VOCAB) {
+        assert_eq!(first.encode(), bytes, "another encoding of {first:?}");
+        assert!((first.sampled.token as usize) < VOCAB && first.cached < first.tokens);
+    }
+}
+
 fn read<'a, T>(bytes: &'a [u8], what: &'static str) -> Result<T, PayloadError>
 where
     T: SchemaRead<'a, wincode::config::DefaultConfig, Dst = T>,

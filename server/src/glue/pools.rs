@@ -8,8 +8,8 @@ use kv_pool::{
     CacheKind, Geometry, Owner, PageError, PagePool, PageRef, PageState, PageTable, PoolFull,
     PoolKind, Proof, Removed,
 };
+use pd_transfer::copy::guards_changed;
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
 
 /// Pages per pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -236,7 +236,7 @@ impl Pools {
             slab.mem.store_word(slab.words + u64::from(index) * 8, slab.pages.generation(index))?;
         }
         // A reader that sees bytes of the next owner must also see the new generation.
-        fence(Ordering::SeqCst);
+        guards_changed();
         Ok(())
     }
 

@@ -1,7 +1,7 @@
 //! How many pages the memory of a worker is divided into.
 
 use crate::config::{ConfigError, ServeArgs};
-use crate::glue::pools::PageCounts;
+use crate::glue::pools::{POOLS, PageCounts};
 use crate::worker::{BOUNDARY_WINDOWS, SPARE_PAGES as SPARE};
 use dsv4_model::config::ModelConfig;
 use kv_pool::{BLOCK_TOKENS, Geometry, PoolKind, WINDOW_PAGE_ROWS, WINDOW_TOKENS};
@@ -12,10 +12,28 @@ const DEFAULT_MAX: u64 = 1024 * MIB;
 
 /// Memory of the machine in bytes, as Linux reports it.
 fn machine_bytes() -> Option<u64> {
+    reported("MemTotal:")
+}
+
+/// A line of Linux's report about memory, in bytes.
+fn reported(name: &str) -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
+    let line = text.lines().find(|line| line.starts_with(name))?;
     let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
     Some(kib * 1024)
+}
+
+/// Page memory is taken as a whole at the start. More than is there would not be an error of the
+/// allocation: the system would end some process to make room.
+pub(super) fn ensure_room(geometry: &Geometry, counts: &PageCounts) -> Result<(), ConfigError> {
+    let of = |kind| geometry.pool_bytes(kind, counts.of(kind));
+    let bytes: u64 = POOLS.into_iter().map(of).sum();
+    match reported("MemAvailable:") {
+        Some(free) if bytes > free => {
+            Err(ConfigError::NoRoom { needed: bytes.div_ceil(MIB), free: free / MIB })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Bytes for the pages of one worker: as asked, or a quarter of the machine's and at most 1 GiB.

@@ -10,6 +10,10 @@ mod cluster;
 mod corpus;
 #[path = "e2e/damage.rs"]
 mod damage;
+#[path = "e2e/fault_run.rs"]
+mod fault_run;
+#[path = "e2e/faulted.rs"]
+mod faulted;
 #[path = "e2e/found.rs"]
 mod found;
 #[path = "e2e/openai_client.rs"]

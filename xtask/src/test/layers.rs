@@ -30,9 +30,13 @@ pub(crate) enum Layer {
     Sim,
     /// Real processes over real HTTP.
     E2e,
+    /// The lock-free parts under the model checker loom; not part of `all`, a step of its own in CI.
+    Loom,
     /// The long load run; not part of `all`.
     Load,
-    /// Everything but the load run.
+    /// The long run under faults; not part of `all`.
+    Faults,
+    /// Everything but loom and the long runs.
     All,
 }
 
@@ -47,7 +51,7 @@ impl Layer {
             Self::Model => &["model", "races"],
             Self::Sim => &["sim", "faults"],
             Self::E2e => &["e2e", "pd_pair", "processes"],
-            Self::Unit | Self::Load | Self::All => &[],
+            Self::Unit | Self::Loom | Self::Load | Self::Faults | Self::All => &[],
         }
     }
 
@@ -85,7 +89,7 @@ pub(super) fn nextest_filter(layer: Layer, without: Option<&str>) -> Option<Stri
     let modules =
         |modules: Vec<&str>| format!("(kind(test) & test(/(^|::)({})::/))", modules.join("|"));
     let mut filter = match layer {
-        Layer::All | Layer::Load => None,
+        Layer::All | Layer::Loom | Layer::Load | Layer::Faults => None,
         Layer::Unit => Some(format!("not {}", modules(claimed().collect()))),
         _ => Some(modules(layer.modules().to_vec())),
     };
@@ -111,7 +115,7 @@ pub(super) fn libtest(layer: Layer, without: Option<&str>) -> Vec<Command> {
     // deeper module is called like a layer.
     let modules = |names: &[&str]| names.iter().map(|name| format!("{name}::")).collect::<Vec<_>>();
     match layer {
-        Layer::All | Layer::Load => vec![command(&["--tests"])],
+        Layer::All | Layer::Loom | Layer::Load | Layer::Faults => vec![command(&["--tests"])],
         Layer::Unit => {
             let mut integration = command(&["--test", "*"]);
             for module in modules(&claimed().collect::<Vec<_>>()) {
@@ -150,12 +154,12 @@ mod tests {
     }
 
     #[test]
-    fn every_layer_but_load_has_a_floor() {
+    fn every_layer_of_the_workspace_has_a_floor() {
         let text = std::fs::read_to_string(sh::root().join(".config/test-floor.toml")).unwrap();
         let mut sum = 0;
         for layer in Layer::value_variants() {
             match layer {
-                Layer::Load => {}
+                Layer::Loom | Layer::Load | Layer::Faults => {}
                 Layer::All => assert!(floor(&text, *layer).unwrap() >= sum, "all is the sum"),
                 _ => sum += floor(&text, *layer).unwrap(),
             }

@@ -2,13 +2,13 @@
 
 #![expect(unsafe_code, reason = "outputs filled by several threads")]
 
+use super::gate::{Closing, Gate};
 use crate::error::KernelError;
 use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::{self, Thread};
 
 /// Nanoseconds of estimated work below which waking another thread does not pay.
 const WORTH_SHARING_NS: usize = 25_000;
@@ -20,58 +20,6 @@ pub(crate) struct Team {
     threads: usize,
     /// Calls for help that no pool thread has answered yet.
     unanswered: Arc<AtomicUsize>,
-}
-
-/// Lets pool threads into one operation, and its caller out when nobody is left inside. A caller
-/// never waits for a thread that has not come: on a busy machine that could take milliseconds.
-#[derive(Debug)]
-struct Gate {
-    /// Threads inside, plus [`Gate::CLOSED`].
-    state: AtomicUsize,
-    caller: Thread,
-}
-
-impl Gate {
-    const CLOSED: usize = 1 << 31;
-
-    fn new() -> Self {
-        Self { state: AtomicUsize::new(0), caller: thread::current() }
-    }
-
-    /// Comes in, unless the gate is closed; the thread is inside until the result is dropped.
-    fn enter(&self) -> Option<Inside<'_>> {
-        let one_more = |s: usize| (s & Self::CLOSED == 0).then_some(s + 1);
-        let entered = self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more);
-        entered.is_ok().then(|| Inside(self))
-    }
-}
-
-struct Inside<'a>(&'a Gate);
-
-impl Drop for Inside<'_> {
-    fn drop(&mut self) {
-        if self.0.state.fetch_sub(1, Ordering::AcqRel) == Gate::CLOSED + 1 {
-            self.0.caller.unpark();
-        }
-    }
-}
-
-/// Closes the gate when dropped and waits until nobody is inside, also when the caller panics.
-struct Closing<'a>(&'a Gate);
-
-impl Drop for Closing<'_> {
-    fn drop(&mut self) {
-        self.0.state.fetch_or(Gate::CLOSED, Ordering::AcqRel);
-        let mut tries = 0;
-        while self.0.state.load(Ordering::Acquire) != Gate::CLOSED {
-            tries += 1;
-            if tries < 2000 {
-                std::hint::spin_loop();
-            } else {
-                thread::park();
-            }
-        }
-    }
 }
 
 impl Team {
@@ -275,6 +223,7 @@ impl<'a, T> Parts<'a, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::thread;
 
     const LONG: usize = usize::MAX / 2;
 
@@ -300,35 +249,6 @@ mod tests {
                 });
             }
         });
-    }
-
-    #[test]
-    fn a_thread_that_comes_late_stays_outside() {
-        let gate = Gate::new();
-        let inside = gate.enter();
-        assert!(inside.is_some());
-        assert_eq!(gate.state.load(Ordering::Acquire), 1);
-        drop(inside);
-        drop(Closing(&gate));
-        assert!(gate.enter().is_none());
-        assert_eq!(gate.state.load(Ordering::Acquire), Gate::CLOSED);
-    }
-
-    #[test]
-    fn the_caller_waits_for_a_thread_inside() {
-        for _ in 0..200 {
-            let (gate, done) = (Gate::new(), AtomicUsize::new(0));
-            thread::scope(|scope| {
-                let inside = gate.enter();
-                scope.spawn(|| {
-                    thread::yield_now();
-                    done.store(1, Ordering::Relaxed);
-                    drop(inside);
-                });
-                drop(Closing(&gate));
-                assert_eq!(done.load(Ordering::Relaxed), 1);
-            });
-        }
     }
 
     #[test]

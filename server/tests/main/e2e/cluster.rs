@@ -1,5 +1,6 @@
 //! Server processes under test: start, addresses, kill, restart, and a judgement of their logs.
 
+use rustix::process::Signal;
 use std::io::{BufRead as _, BufReader, Read};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -41,7 +42,22 @@ impl Process {
     /// The same with variables of its own.
     pub(crate) fn spawn_with(args: &[String], variables: &[(&str, &str)]) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_server"));
-        command.args(args).current_dir(ROOT).env("NO_COLOR", "1").env_remove("RUST_LOG");
+        command.args(args);
+        Self::spawn_command(command, args, variables)
+    }
+
+    /// The same after a shell has set a limit, like `ulimit -v 1000`.
+    pub(crate) fn spawn_limited(limit: &str, flags: &str) -> Self {
+        let mut command = Command::new("sh");
+        // A file that is too large is an error of the call then, and not a signal.
+        command.args(["-c", &format!("trap '' XFSZ; {limit} && exec \"$0\" \"$@\"")]);
+        let args = words(flags);
+        command.arg(env!("CARGO_BIN_EXE_server")).args(&args);
+        Self::spawn_command(command, &args, &[])
+    }
+
+    fn spawn_command(mut command: Command, args: &[String], variables: &[(&str, &str)]) -> Self {
+        command.current_dir(ROOT).env("NO_COLOR", "1").env_remove("RUST_LOG");
         command.env("UCX_NET_DEVICES", "lo").envs(variables.iter().copied());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().expect("start the server binary");
@@ -110,9 +126,13 @@ impl Process {
 
     /// SIGTERM.
     pub(crate) fn terminate(&self) {
+        self.signal(Signal::TERM);
+    }
+
+    /// Any signal to the running process.
+    pub(crate) fn signal(&self, signal: Signal) {
         let pid = rustix::process::Pid::from_child(&self.child);
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM)
-            .expect("signal a running child");
+        rustix::process::kill_process(pid, signal).expect("signal a running child");
     }
 
     /// Waits until the process ends by itself.

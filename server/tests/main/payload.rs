@@ -1,0 +1,85 @@
+//! The payloads of a hand-off from a peer that sends anything.
+
+use dsv4_model::sample::{Sampled, SamplingParams};
+use dsv4_server::glue::payload::{FirstToken, PrefillRequest, fuzz_target};
+use pd_transfer::wire::MAX_PAYLOAD_BYTES;
+use std::path::Path;
+
+const CORPUS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/corpus/payload");
+const RUNS: u64 = 20_000;
+
+fn number(variable: &str) -> Option<u64> {
+    std::env::var(variable).ok()?.parse().ok()
+}
+
+fn seeds() -> [Vec<u8>; 3] {
+    let request = |sampling| PrefillRequest { id: "a".to_owned(), prompt: vec![1, 2, 3], sampling };
+    let sampling = SamplingParams {
+        logit_bias: vec![(3, -1.0), (4, 2.0)],
+        logprobs: 2,
+        want_logprob: true,
+        ..SamplingParams::default()
+    };
+    let sampled = Sampled { token: 5, logprob: -0.5, top: vec![(5, -0.5), (6, -1.5)] };
+    let first = FirstToken { tokens: 3, cached: 1, sampled };
+    [request(SamplingParams::greedy()).encode(), request(sampling).encode(), first.encode()]
+}
+
+fn corpus() -> Vec<Vec<u8>> {
+    let entries = std::fs::read_dir(CORPUS).expect("the corpus is there");
+    let mut files: Vec<_> = entries.map(|entry| entry.expect("a file").path()).collect();
+    files.sort();
+    files.into_iter().map(|path| std::fs::read(path).expect("a file")).collect()
+}
+
+#[test]
+fn the_corpus_is_read_without_a_finding_and_holds_the_seeds() {
+    for (n, bytes) in seeds().into_iter().enumerate() {
+        let path = Path::new(CORPUS).join(format!("seed-{n:02}"));
+        if std::env::var_os("DSV4_BLESS").is_some() {
+            std::fs::create_dir_all(CORPUS).unwrap();
+            std::fs::write(&path, &bytes).unwrap();
+        }
+        let found = std::fs::read(&path).unwrap_or_else(|e| panic!("{path:?}: {e}"));
+        assert!(found == bytes, "{path:?} is another payload; DSV4_BLESS=1 writes it");
+        assert!(bytes.len() < MAX_PAYLOAD_BYTES);
+    }
+    corpus().iter().for_each(|bytes| fuzz_target(bytes));
+}
+
+/// Changes bits, numbers and lengths; SplitMix64 decides, so a seed gives the same run.
+fn mutate(next: &mut impl FnMut() -> u64, corpus: &[Vec<u8>]) -> Vec<u8> {
+    let mut bytes = corpus[next() as usize % corpus.len()].clone();
+    for _ in 0..1 + next() % 4 {
+        let at = next() as usize % bytes.len().max(1);
+        match next() % 4 {
+            0 if at < bytes.len() => bytes[at] ^= 1 << (next() % 8),
+            1 => {
+                let end = bytes.len().min(at + 8);
+                bytes[at..end].fill([0, 1, 0x7F, 0xFF][next() as usize % 4]);
+            }
+            2 => bytes.truncate(at),
+            _ => bytes.extend((0..next() % 16).map(|n| n as u8)),
+        }
+    }
+    bytes
+}
+
+#[test]
+fn no_mutation_of_the_corpus_is_a_finding() {
+    let seed = number("DSV4_TEST_SEED").unwrap_or(1);
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    };
+    let corpus = corpus();
+    for _ in 0..number("DSV4_FUZZ_RUNS").unwrap_or(RUNS) {
+        let input = mutate(&mut next, &corpus);
+        let outcome = std::panic::catch_unwind(|| fuzz_target(&input));
+        assert!(outcome.is_ok(), "seed {seed}: put this into {CORPUS}: {input:02x?}");
+    }
+}
