@@ -162,11 +162,15 @@ impl LaneSums {
         self.0.add(lanes);
     }
 
-    /// The digest, with the bytes of a last chunk that is not full (0 to 1023).
+    /// The digest. With a last chunk that is not full: its lane sums, filled up with zeros to a
+    /// whole number of 64-byte stripes, and its bytes (1 to 1023).
     #[must_use]
-    pub fn finish(mut self, last: &[u8]) -> PageDigest {
-        let len = self.0.chunks * CHUNK as u64 + last.len() as u64;
-        self.0.add_last(last);
+    pub fn finish(mut self, last: Option<(&[u64; LANES], usize)>) -> PageDigest {
+        let mut len = self.0.chunks * CHUNK as u64;
+        if let Some((lanes, bytes)) = last {
+            len += bytes as u64;
+            self.0.add(lanes);
+        }
         self.0.finish(len)
     }
 }

@@ -95,6 +95,14 @@ pub fn guarded_copy(
     hashed_copy(source, guards, target, get, &mut Careful::new(plain())).map(|copied| copied.0)
 }
 
+/// Where the bytes of a get begin, or null if they are not inside the region.
+pub(crate) fn first_byte(source: &dyn RegionOwner, get: &Get) -> *const u8 {
+    match get.source.first().filter(|first| inside(first, source.len())) {
+        Some(first) => address(source, first.offset),
+        None => std::ptr::null(),
+    }
+}
+
 /// [`guarded_copy`], and the digest of what landed.
 pub(crate) fn hashed_copy(
     source: &dyn RegionOwner,

@@ -324,12 +324,6 @@ impl DriverHandle {
     }
 }
 
-/// Bytes that landed, by their digest.
-#[derive(Clone, Copy, Debug)]
-struct Landed {
-    digest: Option<Digest>,
-}
-
 /// A link that is kept open.
 #[derive(Debug)]
 struct Route {
@@ -348,8 +342,6 @@ pub struct Driver {
     inline: Arc<Mutex<VecDeque<Command>>>,
     events: Receiver<TransportEvent>,
     verifier: Arc<dyn Verifier>,
-    /// The get whose end is being handled, if its bytes landed.
-    landed: Option<Landed>,
     /// Gets that are not given to the transport yet, all of one peer.
     gets: (PeerId, Vec<Get>),
     snapshot: Arc<Mutex<Snapshot>>,
@@ -414,7 +406,6 @@ impl Driver {
             inline: Arc::clone(&inline),
             events,
             verifier,
-            landed: None,
             gets: (PeerId(0), Vec::new()),
             snapshot: Arc::clone(&snapshot),
             routes: BTreeMap::new(),
@@ -540,15 +531,8 @@ impl Driver {
                 self.gets.0 = peer;
                 self.gets.1.push(get);
             }
-            Action::Verify(page) => {
-                // PD-V1 PD-V6
-                // Without a get that just landed there is nothing that could be right.
-                let ok = self.landed.take().is_some_and(|Landed { digest }| {
-                    let verify = || self.verifier.verify(&page, digest);
-                    panic::catch_unwind(AssertUnwindSafe(verify)).unwrap_or(false)
-                });
-                self.endpoint.handle_verified(now, page.op, ok);
-            }
+            // Pages are checked when their gets end; nobody vouches for another one.
+            Action::Verify(page) => self.endpoint.handle_verified(now, page.op, false),
             Action::Cut { peer } => {
                 self.peers_changed = true;
                 self.transport.cut(peer);
@@ -572,16 +556,14 @@ impl Driver {
         }
     }
 
-    /// One get after the other: the check of a page is asked for and answered while its digest is
-    /// at hand.
     fn on_ended(&mut self, now: Time, gets: Vec<Ended>) {
-        for Ended { op, outcome, digest } in gets {
-            self.landed = (outcome == GetOutcome::Done).then_some(Landed { digest });
-            self.endpoint.handle_got(now, op, outcome);
-            self.drain(now);
-            // The digest for an attempt that has ended meanwhile is of no use.
-            self.landed = None;
-        }
+        let gets = gets.into_iter().map(|Ended { op, outcome, digest }| (op, outcome, digest));
+        let verifier = &self.verifier;
+        self.endpoint.handle_ended(now, gets, |page, digest| {
+            // PD-V1 PD-V6
+            let verify = || verifier.verify(page, digest);
+            panic::catch_unwind(AssertUnwindSafe(verify)).unwrap_or(false)
+        });
         self.act();
     }
 

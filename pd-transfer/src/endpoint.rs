@@ -356,6 +356,25 @@ impl Endpoint {
         self.pump_machines(now);
     }
 
+    /// Gets ended, and the pages of those that ended well are checked at once: `check` is asked
+    /// with what came along with the get. See [`Receiver::handle_landed`].
+    pub fn handle_ended<T>(
+        &mut self,
+        now: Time,
+        gets: impl IntoIterator<Item = (OpId, GetOutcome, T)>,
+        mut check: impl FnMut(&Verify, T) -> bool,
+    ) {
+        if let Some(receiver) = &mut self.receiver {
+            for (op, outcome, what) in gets {
+                match outcome {
+                    GetOutcome::Done => receiver.handle_landed(now, op, |page| check(page, what)),
+                    other => receiver.handle_got(now, op, other),
+                }
+            }
+        }
+        self.pump_machines(now);
+    }
+
     /// A verification ended.
     pub fn handle_verified(&mut self, now: Time, op: OpId, ok: bool) {
         if let Some(receiver) = &mut self.receiver {

@@ -7,7 +7,7 @@ use crate::link::Side;
 use crate::page_hash::{Careful, Hashing, plain};
 use crate::transport::{
     Ended, EventSink, LostReason, REPORT_GETS, RegionOwner, Regions, Transport, TransportError,
-    TransportEvent, TransportFactory, no_peer, sift,
+    TransportEvent, TransportFactory, no_peer,
 };
 use crate::wire::{MAX_MESSAGE_BYTES, RegionId};
 use crossbeam_channel::{Receiver, Sender, unbounded};
@@ -286,7 +286,7 @@ impl Transport for InProcess {
 
     fn get_many(&mut self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
         let Some(end) = self.node.end(from) else { return no_peer(gets, from) };
-        let (gets, refused) = sift(gets, |get| self.node.regions.target(get).map(drop));
+        let (gets, refused) = self.node.regions.sift(gets, u64::MAX);
         let gate = lock(&end.shared.gate);
         if gate.is_closed {
             return refused.into_iter().chain(no_peer(gets, from)).collect();

@@ -35,6 +35,12 @@ pub trait PageHash: Send {
 
     /// The digest of all bytes since the last call, if this makes any.
     fn finish(&mut self) -> Option<Digest>;
+
+    /// The page that is copied next after the coming one begins here. A hint, for those who fetch
+    /// ahead; null if nothing is known.
+    fn expect_next(&mut self, source: *const u8) {
+        let _ = source;
+    }
 }
 
 /// Copies and digests nothing.
@@ -163,6 +169,11 @@ impl Careful {
         }
         // SAFETY: the caller vouches for the ranges, and they do not overlap.
         self.with(|hash| unsafe { hash.copy(source, target, bytes) });
+    }
+
+    /// See [`PageHash::expect_next`].
+    pub(crate) fn expect_next(&mut self, source: *const u8) {
+        self.with(|hash| hash.expect_next(source));
     }
 
     /// The digest of the page; the next bytes are of another one.

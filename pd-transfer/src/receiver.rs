@@ -257,12 +257,7 @@ impl Receiver {
 
     /// A get ended. Unknown operations are counted and dropped.
     pub fn handle_got(&mut self, now: Time, op: OpId, outcome: GetOutcome) {
-        // PD-R16
-        if self.ops.get(op).is_none_or(|op| op.step != Step::Pull) {
-            self.counters.dropped_duplicate += 1;
-            return;
-        }
-        let Some(Op { attempt, page, peer, .. }) = self.ops.remove(op) else { return };
+        let Some(Op { attempt, page, peer, .. }) = self.take_op(op, Step::Pull) else { return };
         let Some(open) = self.attempts.get_mut(&attempt) else {
             return self.op_ended(peer);
         };
@@ -297,14 +292,45 @@ impl Receiver {
         self.pump(peer);
     }
 
+    /// A get ended well, and `check` says at once whether the bytes in the target have the tag:
+    /// [`Self::handle_got`] and [`Self::handle_verified`] in one. `check` is not asked for a page that
+    /// nobody wants any more.
+    pub fn handle_landed(&mut self, now: Time, op: OpId, check: impl FnOnce(&Verify) -> bool) {
+        let Some(Op { attempt, page, peer, .. }) = self.take_op(op, Step::Pull) else { return };
+        let Some(open) = self.attempts.get_mut(&attempt) else {
+            return self.op_ended(peer);
+        };
+        self.counters.bytes_pulled += open.landed(now, page);
+        match open.begin_verify(attempt, page) {
+            Some(verify) => {
+                let ok = check(&Verify { op, ..verify });
+                self.checked(now, attempt, page, peer, ok);
+            }
+            None => {
+                self.op_ended(peer);
+                self.settle(attempt);
+                self.pump(peer);
+            }
+        }
+    }
+
     /// A verification ended: `ok` says whether the bytes in the target have the tag.
     pub fn handle_verified(&mut self, now: Time, op: OpId, ok: bool) {
-        // PD-V1
-        if self.ops.get(op).is_none_or(|op| op.step != Step::Verify) {
+        let Some(Op { attempt, page, peer, .. }) = self.take_op(op, Step::Verify) else { return };
+        self.checked(now, attempt, page, peer, ok);
+    }
+
+    /// Takes an operation out of the table; one that is not there, or not at this step, is counted.
+    // PD-R16 PD-V1
+    fn take_op(&mut self, op: OpId, step: Step) -> Option<Op> {
+        if self.ops.get(op).is_none_or(|op| op.step != step) {
             self.counters.dropped_duplicate += 1;
-            return;
+            return None;
         }
-        let Some(Op { attempt, page, peer, .. }) = self.ops.remove(op) else { return };
+        self.ops.remove(op)
+    }
+
+    fn checked(&mut self, now: Time, attempt: AttemptId, page: u32, peer: PeerId, ok: bool) {
         self.op_ended(peer);
         self.counters.items_checked += 1;
         if !self.attempts.contains_key(&attempt) {

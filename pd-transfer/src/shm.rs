@@ -9,7 +9,7 @@
 //! taken only if it is sealed against shrinking.
 #![expect(unsafe_code, reason = "maps memory, its own and that of peers")]
 
-use crate::copy::{Copied, hashed_copy};
+use crate::copy::{Copied, first_byte, hashed_copy};
 use crate::get::{Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
@@ -194,7 +194,16 @@ fn copy_pages(links: &Links, queue: &Receiver<Job>) {
         let gets = if conn.has_ended() {
             gets.iter().map(lost).collect()
         } else {
-            gets.iter().map(|get| copy_page(&remote, &own, get, hash)).collect()
+            let next = gets.iter().skip(1).map(Some).chain([None]);
+            let mut copy = |(get, next): (&Get, Option<&Get>)| {
+                let source = next.and_then(|next| {
+                    let region = remote.get(next.source_region.0 as usize)?;
+                    Some(first_byte(&**region, next))
+                });
+                hash.expect_next(source.unwrap_or(ptr::null()));
+                copy_page(&remote, &own, get, hash)
+            };
+            gets.iter().zip(next).map(&mut copy).collect()
         };
         (links.sink)(TransportEvent::Ended { peer: conn.peer, gets });
         conn.put_back(count);

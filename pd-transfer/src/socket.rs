@@ -12,8 +12,8 @@ use crate::id::{OpId, PeerId};
 use crate::link::Side;
 use crate::page_hash::{Careful, Hashing, plain};
 use crate::transport::{
-    Ended, EventSink, LostReason, REPORT_GETS, RegionOwner, Regions, TransportError,
-    TransportEvent, no_peer, sift,
+    Ended, EventSink, LostReason, REPORT_BYTES, REPORT_GETS, RegionOwner, Regions, TransportError,
+    TransportEvent, no_peer,
 };
 use crate::wire::{
     Extent, MAX_EXTENTS, MAX_MESSAGE_BYTES, ReadRequest, decode_read, encode_read, extents_bytes,
@@ -339,26 +339,10 @@ impl Links {
         Careful::new(Arc::clone(&lock(&self.hashing)))
     }
 
-    /// Refuses gets that are malformed or larger than `bytes_max`.
-    fn check_gets(
-        &self,
-        gets: Vec<Get>,
-        bytes_max: u64,
-    ) -> (Vec<Get>, Vec<(OpId, TransportError)>) {
-        sift(gets, |get| {
-            self.regions.target(get)?;
-            let bytes = extents_bytes(&get.source);
-            if bytes > bytes_max {
-                return Err(TransportError::TooLarge { bytes, limit: bytes_max });
-            }
-            Ok(())
-        })
-    }
-
     /// Asks the peer for gets.
     pub(crate) fn request_gets(&self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
         let Ok(conn) = self.find(from) else { return no_peer(gets, from) };
-        let (gets, refused) = self.check_gets(gets, GET_BYTES_MAX);
+        let (gets, refused) = self.regions.sift(gets, GET_BYTES_MAX);
         let read = |get: &Get| {
             let (region, extents, guard) = (get.source_region, get.source.to_vec(), get.guard);
             (get.op, ReadRequest { region, extents, guard })
@@ -382,12 +366,21 @@ impl Links {
         pass: impl Fn(Arc<Conn>, Vec<Get>),
     ) -> Vec<(OpId, TransportError)> {
         let Ok(conn) = self.find(from) else { return no_peer(gets, from) };
-        let (gets, refused) = self.check_gets(gets, bytes_max);
+        let (gets, refused) = self.regions.sift(gets, bytes_max);
         if !conn.begin_jobs(gets.len()) {
             return refused.into_iter().chain(no_peer(gets, from)).collect();
         }
-        for gets in gets.chunks(REPORT_GETS) {
-            pass(Arc::clone(&conn), gets.to_vec());
+        let mut gets = &gets[..];
+        while !gets.is_empty() {
+            let mut bytes = 0;
+            let is_small = |get: &&Get| {
+                bytes += extents_bytes(&get.source);
+                bytes <= REPORT_BYTES
+            };
+            let count = gets.iter().take(REPORT_GETS).take_while(is_small).count().max(1);
+            let (some, rest) = gets.split_at(count);
+            pass(Arc::clone(&conn), some.to_vec());
+            gets = rest;
         }
         refused
     }

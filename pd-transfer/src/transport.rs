@@ -20,7 +20,7 @@ use crate::get::{Digest, Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
 use crate::page_hash::Hashing;
-use crate::wire::{Extent, Guard, RegionDesc, RegionId};
+use crate::wire::{Extent, Guard, RegionDesc, RegionId, extents_bytes};
 use std::fmt;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -123,6 +123,8 @@ impl Ended {
 /// Gets that end together are reported together, up to so many: a report may wake a thread, which
 /// costs as much as the copy of a small page.
 pub(crate) const REPORT_GETS: usize = 128;
+/// The same in bytes: a report that waits for more is late.
+pub(crate) const REPORT_BYTES: u64 = 4 << 20;
 
 /// What a transport reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -298,10 +300,26 @@ impl Regions {
         self.0.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
     }
 
-    /// Checks our half of a get and returns the target's memory.
+    /// Checks our half of gets: splits them into those that fit and those that do not.
+    pub(crate) fn sift(
+        &self,
+        gets: Vec<Get>,
+        bytes_max: u64,
+    ) -> (Vec<Get>, Vec<(OpId, TransportError)>) {
+        let regions = self.0.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        sift(gets, |get| {
+            Self::check(&regions, get)?;
+            let bytes = extents_bytes(&get.source);
+            if bytes > bytes_max {
+                return Err(TransportError::TooLarge { bytes, limit: bytes_max });
+            }
+            Ok(())
+        })
+    }
+
     // PD-T5
-    pub(crate) fn target(&self, get: &Get) -> Result<Arc<dyn RegionOwner>, TransportError> {
-        let Some(memory) = self.find(get.target_region) else {
+    fn check(regions: &[Arc<dyn RegionOwner>], get: &Get) -> Result<(), TransportError> {
+        let Some(memory) = regions.get(get.target_region.0 as usize) else {
             return Err(TransportError::UnknownRegion(get.target_region.0));
         };
         let bad = |text: String| TransportError::BadGet { op: get.op, text };
@@ -319,12 +337,12 @@ impl Regions {
                 memory.len()
             )));
         }
-        Ok(memory)
+        Ok(())
     }
 }
 
 /// Splits gets into those that `check` takes and those that it does not.
-pub(crate) fn sift(
+fn sift(
     gets: Vec<Get>,
     check: impl Fn(&Get) -> Result<(), TransportError>,
 ) -> (Vec<Get>, Vec<(OpId, TransportError)>) {

@@ -6,7 +6,7 @@ use crate::id::{OpId, PeerId};
 use crate::page_hash::{Careful, Hashing, plain};
 use crate::transport::{
     Ended, EventSink, RegionOwner, Regions, Transport, TransportError, TransportEvent,
-    TransportFactory, sift,
+    TransportFactory,
 };
 use crate::wire::{Extent, Extents, RegionId};
 use std::collections::BTreeMap;
@@ -175,7 +175,7 @@ impl Transport for Faulty {
         let mut guard = lock(&self.state);
         let state = &mut *guard;
         let regions = state.regions.clone();
-        let (gets, mut refused) = sift(gets, |get| regions.target(get).map(drop));
+        let (gets, mut refused) = regions.sift(gets, u64::MAX);
         for get in &gets {
             let (region, target) = (get.target_region, get.target);
             let count = state.count;

@@ -91,11 +91,13 @@ mod avx2 {
         sums: LaneSums,
         open: [u8; CHUNK_BYTES],
         filled: usize,
+        /// Where the next page begins, as an address; 0 if that is not known.
+        next: usize,
     }
 
     impl Default for Fused {
         fn default() -> Self {
-            Self { sums: LaneSums::default(), open: [0; CHUNK_BYTES], filled: 0 }
+            Self { sums: LaneSums::default(), open: [0; CHUNK_BYTES], filled: 0, next: 0 }
         }
     }
 
@@ -121,13 +123,21 @@ mod avx2 {
                         Store::AroundCaches if !to.addr().is_multiple_of(32) => Store::Plain,
                         other => other,
                     };
+                    let ahead = match rest.checked_sub(AHEAD) {
+                        Some(1..) => from.wrapping_add(AHEAD),
+                        // Behind the end: what the next page begins with, if there is one.
+                        _ if self.next != 0 => {
+                            std::ptr::without_provenance(self.next.wrapping_add(AHEAD - rest))
+                        }
+                        _ => from,
+                    };
                     // SAFETY: a whole chunk is left of the ranges that the caller vouches for, and
                     // with them for AVX2; `to` is aligned if it is stored around the caches.
                     let lanes = unsafe {
                         match store {
-                            Store::Nothing => chunk::<0>(from, to),
-                            Store::AroundCaches => chunk::<1>(from, to),
-                            Store::Plain => chunk::<2>(from, to),
+                            Store::Nothing => chunk::<0>(from, to, ahead),
+                            Store::AroundCaches => chunk::<1>(from, to, ahead),
+                            Store::Plain => chunk::<2>(from, to, ahead),
                         }
                     };
                     self.sums.add(&lanes);
@@ -148,7 +158,9 @@ mod avx2 {
                 if self.filled == CHUNK_BYTES {
                     self.filled = 0;
                     // SAFETY: reads a whole chunk of this value; the caller vouches for AVX2.
-                    let lanes = unsafe { chunk::<0>(self.open.as_ptr(), std::ptr::null_mut()) };
+                    let lanes = unsafe {
+                        chunk::<0>(self.open.as_ptr(), std::ptr::null_mut(), self.open.as_ptr())
+                    };
                     self.sums.add(&lanes);
                 }
             }
@@ -171,10 +183,23 @@ mod avx2 {
             unsafe { self.take(source, None, bytes) };
         }
 
+        fn expect_next(&mut self, source: *const u8) {
+            self.next = source.addr();
+        }
+
         fn finish(&mut self) -> Option<Digest> {
             let sums = std::mem::take(&mut self.sums);
             let filled = std::mem::take(&mut self.filled);
-            Some(sums.finish(&self.open[..filled]).0)
+            if filled == 0 {
+                return Some(sums.finish(None).0);
+            }
+            let end = filled.next_multiple_of(STRIPE_BYTES);
+            self.open[filled..end].fill(0);
+            // SAFETY: reads whole stripes of this value; `page_hash` has seen that there is AVX2.
+            let lanes = unsafe {
+                stripes::<0>(self.open.as_ptr(), std::ptr::null_mut(), self.open.as_ptr(), end)
+            };
+            Some(sums.finish(Some((&lanes, filled))).0)
         }
     }
 
@@ -185,20 +210,33 @@ mod avx2 {
     /// A chunk can be read at `from` and, if it is stored, written at `to`, aligned to 32 around
     /// the caches.
     #[target_feature(enable = "avx2")]
-    #[expect(
-        clippy::cast_ptr_alignment,
-        reason = "the stores around caches are aligned, the rest need not be"
-    )]
-    unsafe fn chunk<const STORE: u8>(from: *const u8, to: *mut u8) -> [u64; 8] {
+    unsafe fn chunk<const STORE: u8>(from: *const u8, to: *mut u8, ahead: *const u8) -> [u64; 8] {
+        // SAFETY: the caller's contract is that of the call.
+        unsafe { stripes::<STORE>(from, to, ahead, CHUNK_BYTES) }
+    }
+
+    /// The same for the first `bytes` of a chunk, a multiple of 64.
+    ///
+    /// # Safety
+    /// As for [`chunk`], for so many bytes.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    #[expect(clippy::cast_ptr_alignment, reason = "unaligned but for the stores around caches")]
+    unsafe fn stripes<const STORE: u8>(
+        from: *const u8,
+        to: *mut u8,
+        ahead: *const u8,
+        bytes: usize,
+    ) -> [u64; 8] {
         let zero = _mm256_setzero_si256();
         let (mut product, mut plain) = ([zero; 2], [zero; 2]);
         let keys = LaneSums::KEYS.as_ptr().cast::<u8>();
-        for stripe in 0..CHUNK_BYTES / STRIPE_BYTES {
+        for stripe in 0..bytes / STRIPE_BYTES {
             let at = stripe * STRIPE_BYTES;
-            _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(at + AHEAD).cast());
+            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(at).cast());
             for half in 0..2 {
                 let at = at + 32 * half;
-                // SAFETY: `at + 32` is at most the chunk's length, which is also that of the keys;
+                // SAFETY: `at + 32` is at most `bytes`, and that at most the length of the keys;
                 // these loads need no alignment.
                 let (v, key) = unsafe {
                     (
