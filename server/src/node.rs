@@ -28,7 +28,7 @@ use pd_transfer::inprocess::InProcessNet;
 use pd_transfer::shm::{Shm, has_foreign_file};
 use pd_transfer::tcp::Tcp;
 use pd_transfer::transport::{RegionOwner, TransportFactory};
-use pd_transfer::ucx::Ucx;
+use pd_transfer::ucx::{self, Ucx};
 use pd_transfer::wire::{Incarnation, Limits, Role as LinkRole};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -63,6 +63,7 @@ struct WorkerHandle {
     inbox: Inbox,
     shared: Arc<Shared>,
     drivers: Vec<(&'static str, DriverHandle)>,
+    ucx: Arc<ucx::Totals>,
 }
 
 /// Longest wait for peers to fetch what they asked for, when the process ends. What they have not
@@ -451,9 +452,9 @@ fn is_blocked(address: &str) -> bool {
 }
 
 /// The transport to peers at HOST:PORT.
-fn by_socket(backend: Backend) -> (&'static str, TransportFactory) {
+fn by_socket(backend: Backend, totals: &Arc<ucx::Totals>) -> (&'static str, TransportFactory) {
     match backend {
-        Backend::Ucx => ("ucx", Ucx::factory(Arc::default())),
+        Backend::Ucx => ("ucx", Ucx::factory(Arc::clone(totals))),
         Backend::Auto | Backend::Shm | Backend::Tcp => ("tcp", Tcp::factory()),
     }
 }
@@ -472,6 +473,7 @@ struct Draft {
     shared: Arc<Shared>,
     verifier: Arc<PageVerifier>,
     drivers: Vec<(&'static str, DriverHandle)>,
+    ucx: Arc<ucx::Totals>,
     incarnation: Incarnation,
 }
 
@@ -490,7 +492,8 @@ impl Assembly<'_> {
         let model = Arc::clone(&parts.model);
         let worker = Worker::new(config, model, pools, receiver, Arc::clone(&shared));
         let incarnation = random_incarnation()?;
-        Ok(Draft { role, worker, inbox, shared, verifier, drivers: Vec::new(), incarnation })
+        let (drivers, ucx) = (Vec::new(), Arc::default());
+        Ok(Draft { role, worker, inbox, shared, verifier, drivers, ucx, incarnation })
     }
 
     /// Adds one transport to a worker.
@@ -562,6 +565,7 @@ impl Assembly<'_> {
             inbox: draft.inbox,
             shared: draft.shared,
             drivers: draft.drivers,
+            ucx: draft.ucx,
         });
         Ok(())
     }
@@ -590,7 +594,7 @@ impl Assembly<'_> {
         let mut port = args.disaggregation_bootstrap_port;
         if backend != Backend::Shm {
             let listen = format!("{}:{port}", args.host);
-            let (name, factory) = by_socket(backend);
+            let (name, factory) = by_socket(backend, &draft.ucx);
             self.drive(&mut draft, name, factory, Some(listen))?;
             port = draft.drivers[0]
                 .1
@@ -637,7 +641,7 @@ impl Assembly<'_> {
             }
         }
         if !far.is_empty() {
-            let (name, factory) = by_socket(backend);
+            let (name, factory) = by_socket(backend, &draft.ucx);
             self.drive(&mut draft, name, factory, None)?;
             let last = draft.drivers.len() - 1;
             for address in far {

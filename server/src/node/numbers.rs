@@ -81,6 +81,12 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
             all.push(labelled(m, "transport", transport));
         }
     }
+    if worker.drivers.iter().any(|(name, _)| *name == "ucx") {
+        for counter in worker.ucx.snapshot().all() {
+            let name = format!("dsv4:ucx_{}_total", counter.name);
+            all.push(of(worker, &name, Counter, counter.value, counter.help));
+        }
+    }
     all
 }
 
