@@ -1,10 +1,9 @@
 //! The two hashes of the protocol: a 64-bit checksum of an envelope, a 128-bit hash of a record.
 //!
-//! Both guard against accidents, not against an attacker. Their definition is part of protocol
-//! version 1 and is held by golden vectors.
+//! Both guard against accidents, not against an attacker. Their definition is part of the protocol
+//! and is held by golden vectors.
 
 use crate::wire::{Identity, Key, Tag};
-use alloc::vec::Vec;
 
 const MUL_A: u64 = 0x9E37_79B9_7F4A_7C15;
 const MUL_B: u64 = 0xC2B2_AE3D_27D4_EB4F;
@@ -144,20 +143,29 @@ impl Hash128 {
     }
 }
 
-/// The hash over all pages of one attempt, independent of the order in which they were offered.
-///
-/// [`hash128`] of the concatenated `key | identity | tag`, ascending by key.
+/// The hash over all pages of one attempt, independent of the order in which they were offered:
+/// the sum, modulo 2^128, of the [`hash128`] of each page's `key | identity | tag` as a
+/// little-endian number. A sum, so that it is there when the last page is.
+// PD-W10
 #[must_use]
 pub fn manifest_hash(pages: impl IntoIterator<Item = (Key, Identity, Tag)>) -> [u8; 16] {
-    let mut pages: Vec<_> = pages.into_iter().collect();
-    // PD-W10
-    if !pages.is_sorted() {
-        pages.sort_unstable();
+    let mut sum = PageSum::default();
+    for (key, identity, tag) in pages {
+        sum.add(&key, &identity, &tag);
     }
-    let mut low = Lane { state: SEED_LOW, multiplier: MUL_A };
-    let mut high = Lane { state: SEED_HIGH, multiplier: MUL_B };
-    for (key, identity, tag) in &pages {
-        for part in [key.0, identity.0, tag.0] {
+    sum.hash()
+}
+
+/// A [`manifest_hash`] of the pages so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct PageSum(u128);
+
+impl PageSum {
+    /// Adds a page, which was not added before.
+    pub fn add(&mut self, key: &Key, identity: &Identity, tag: &Tag) {
+        let mut low = Lane { state: SEED_LOW, multiplier: MUL_A };
+        let mut high = Lane { state: SEED_HIGH, multiplier: MUL_B };
+        for part in [&key.0, &identity.0, &tag.0] {
             let (words, _) = part.as_chunks::<8>();
             for word in words {
                 let word = u64::from_le_bytes(*word);
@@ -165,8 +173,14 @@ pub fn manifest_hash(pages: impl IntoIterator<Item = (Key, Identity, Tag)>) -> [
                 high.word(word);
             }
         }
+        self.0 = self.0.wrapping_add(u128::from_le_bytes(finish128(low, high, 48)));
     }
-    finish128(low, high, pages.len() * 48)
+
+    /// Of all that were added.
+    #[must_use]
+    pub const fn hash(&self) -> [u8; 16] {
+        self.0.to_le_bytes()
+    }
 }
 
 fn finish128(mut low: Lane, mut high: Lane, bytes: usize) -> [u8; 16] {
@@ -230,5 +244,13 @@ mod tests {
         let page = |n: u8| (Key([n; 16]), Identity([n + 1; 16]), Tag([n + 2; 16]));
         assert_eq!(manifest_hash([page(1), page(9)]), manifest_hash([page(9), page(1)]));
         assert_ne!(manifest_hash([page(1), page(9)]), manifest_hash([page(1), page(8)]));
+        let ((key, identity, tag), other) = (page(1), page(9));
+        let swapped = [(key, identity, other.2), (other.0, other.1, tag)];
+        assert_ne!(manifest_hash([page(1), page(9)]), manifest_hash(swapped), "swapped tags");
+        let one = hash128(&[key.0, identity.0, tag.0].concat());
+        assert_eq!(manifest_hash([page(1)]), one);
+        let sum =
+            u128::from_le_bytes(one).wrapping_add(u128::from_le_bytes(manifest_hash([page(9)])));
+        assert_eq!(manifest_hash([page(9), page(1)]), sum.to_le_bytes());
     }
 }

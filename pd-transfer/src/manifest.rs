@@ -1,15 +1,15 @@
-//! What was offered for an attempt, kept in the order in which the final record names it, so that
-//! the record of a long prompt costs little when its last page is there.
+//! What was offered for an attempt, so that the record of a long prompt is there with its last page.
 
-use crate::hash::manifest_hash;
-use crate::wire::{FinalRecord, Identity, Item, Key, Tag};
-use alloc::collections::BTreeMap;
+use crate::hash::PageSum;
+use crate::wire::{FinalRecord, Item, Key};
+use alloc::collections::BTreeSet;
 use alloc::vec::Vec;
 
 /// See the module text.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Manifest {
-    pages: BTreeMap<Key, (Identity, Tag)>,
+    keys: BTreeSet<Key>,
+    sum: PageSum,
     bytes: u64,
 }
 
@@ -22,9 +22,9 @@ impl Manifest {
 
     /// Adds a page; false if there is one with its key, and then nothing changes.
     pub fn add(&mut self, item: &Item) -> bool {
-        let is_new = !self.contains(&item.key);
+        let is_new = self.keys.insert(item.key);
         if is_new {
-            self.pages.insert(item.key, (item.identity, item.tag));
+            self.sum.add(&item.key, &item.identity, &item.tag);
             self.bytes = self.bytes.saturating_add(item.bytes());
         }
         is_new
@@ -33,19 +33,19 @@ impl Manifest {
     /// Whether a page with this key was added.
     #[must_use]
     pub fn contains(&self, key: &Key) -> bool {
-        self.pages.contains_key(key)
+        self.keys.contains(key)
     }
 
     /// Pages.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.pages.len()
+        self.keys.len()
     }
 
     /// Whether there is no page.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.pages.is_empty()
+        self.keys.is_empty()
     }
 
     /// Bytes of all pages.
@@ -54,10 +54,10 @@ impl Manifest {
         self.bytes
     }
 
-    /// [`manifest_hash`] of the pages.
+    /// The [`manifest_hash`](crate::hash::manifest_hash) of the pages.
     #[must_use]
-    pub fn hash(&self) -> [u8; 16] {
-        manifest_hash(self.pages.iter().map(|(key, (identity, tag))| (*key, *identity, *tag)))
+    pub const fn hash(&self) -> [u8; 16] {
+        self.sum.hash()
     }
 
     /// The record for exactly these pages.
@@ -79,7 +79,7 @@ impl<'a> Extend<&'a Item> for Manifest {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::{Extent, Guard, RegionId};
+    use crate::wire::{Extent, Guard, Identity, RegionId, Tag};
 
     fn item(n: u8) -> Item {
         Item {

@@ -40,6 +40,8 @@ const QUEUE_BYTES_MAX: u64 = 64 << 20;
 const SERVING_MAX: usize = 4096;
 /// Links of one transport, half-open ones included.
 const LINKS_MAX: usize = 1024;
+/// What a link's writing thread keeps for its next frames.
+const BUFFER_BYTES_KEPT: usize = 4 << 20;
 /// Bytes read from the socket at a time.
 const CHUNK_BYTES: usize = 256 << 10;
 
@@ -555,8 +557,9 @@ fn write_frames(links: &Links, conn: &Conn, stream: &Stream) {
         outbox.bytes -= queued as u64;
         outbox.serving -= served;
         drop(outbox);
-        // A single large frame does not keep its memory for the life of the link.
-        buffer.shrink_to(2 * CHUNK_BYTES);
+        // A single large frame does not keep its memory for the life of the link; pages of usual
+        // sizes do, since memory that comes and goes costs more than their copy.
+        buffer.shrink_to(BUFFER_BYTES_KEPT);
     }
 }
 

@@ -19,7 +19,7 @@ use wincode::{SchemaRead, SchemaWrite};
 
 /// The version of everything in this file.
 // PD-W8
-pub const PROTO_VERSION: u32 = 1;
+pub const PROTO_VERSION: u32 = 2;
 /// First four bytes of every envelope, `PDT1`.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"PDT1");
 /// Bytes before the body: magic 4, version 4, incarnation 16, sequence 8, body length 4, checksum 8.

@@ -2,11 +2,12 @@
 
 use super::types::{ReceiverConfig, RetargetError, Start, StartError, Target, Verify};
 use crate::get::Get;
+use crate::hash::PageSum;
 use crate::id::{OpId, PeerId, Time};
 use crate::states::ReceiverState;
 use crate::wire::{
     AttemptId, Extent, Extents, FinalRecord, Guard, Identity, Item, Key, MAX_EXTENTS, Message,
-    RegionId, Tag, extents_bytes, manifest_hash,
+    RegionId, Tag, extents_bytes,
 };
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
@@ -92,6 +93,8 @@ pub(super) struct Attempt {
     /// Groups with `is_broken`, by place.
     broken: BTreeSet<u32>,
     good: usize,
+    /// Of the pages that were offered.
+    sum: PageSum,
     /// All `Ready` numbers below were seen.
     seen_below: u32,
     /// Those seen above.
@@ -189,6 +192,7 @@ impl Attempt {
             next_offer: Hint::default(),
             broken: BTreeSet::new(),
             good: 0,
+            sum: PageSum::default(),
             seen_below: 0,
             seen: BTreeSet::new(),
             record: None,
@@ -327,6 +331,7 @@ impl Attempt {
                 item.guard.offset
             ));
         }
+        self.sum.add(&key, &offered.identity, &offered.tag);
         page.item = Some(offered);
         self.next_offer = Hint(place + 1);
         self.progress = now;
@@ -375,9 +380,7 @@ impl Attempt {
             return None;
         }
         // PD-R11
-        let items = self.pages.iter().filter_map(|page| Some((page.key, page.item.as_ref()?)));
-        let manifest = manifest_hash(items.map(|(key, item)| (key, item.identity, item.tag)));
-        Some(if guard!(Manifest, manifest == record.manifest) {
+        Some(if guard!(Manifest, self.sum.hash() == record.manifest) {
             Ok(record.clone())
         } else {
             Err(String::from("the final manifest is not that of the offered pages"))
