@@ -46,6 +46,8 @@ const MAGIC: &[u8; 8] = b"PDSHM\0\0\x01";
 const REGIONS_MAX: usize = 128;
 /// Announced instead of a length for a region that the peer can't map.
 const NOT_SHARED: u64 = u64::MAX;
+/// Bytes that are reported together at most: more would be late.
+const REPORT_BYTES: u64 = 4 << 20;
 const GREET_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A mapping that is undone on drop.
@@ -488,7 +490,7 @@ impl Transport for Shm {
     }
 
     fn get_many(&mut self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
-        self.links.copy_gets(from, gets, u64::MAX, |conn, gets| {
+        self.links.copy_gets(from, gets, u64::MAX, REPORT_BYTES, |conn, gets| {
             if let Some(jobs) = &self.jobs {
                 // The copying threads live as long as this sender.
                 let _ = jobs.send((conn, gets));

@@ -12,7 +12,7 @@ use crate::id::{OpId, PeerId};
 use crate::link::Side;
 use crate::page_hash::{Careful, Hashing, plain};
 use crate::transport::{
-    Ended, EventSink, LostReason, REPORT_BYTES, REPORT_GETS, RegionOwner, Regions, TransportError,
+    Ended, EventSink, LostReason, REPORT_GETS, RegionOwner, Regions, TransportError,
     TransportEvent, no_peer,
 };
 use crate::wire::{
@@ -359,12 +359,13 @@ impl Links {
         }
     }
 
-    /// Passes gets to copying threads, a few at a time.
+    /// Passes gets to copying threads, a few at a time: at most [`REPORT_GETS`], of `together` bytes.
     pub(crate) fn copy_gets(
         &self,
         from: PeerId,
         gets: Vec<Get>,
         bytes_max: u64,
+        together: u64,
         pass: impl Fn(Arc<Conn>, Vec<Get>),
     ) -> Vec<(OpId, TransportError)> {
         let Ok(conn) = self.find(from) else { return no_peer(gets, from) };
@@ -377,7 +378,7 @@ impl Links {
             let mut bytes = 0;
             let is_small = |get: &&Get| {
                 bytes += extents_bytes(&get.source);
-                bytes <= REPORT_BYTES
+                bytes <= together
             };
             let count = gets.iter().take(REPORT_GETS).take_while(is_small).count().max(1);
             let (some, rest) = gets.split_at(count);

@@ -25,7 +25,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Memory that a transport may read for its peers and write for its own gets.
 ///
@@ -123,8 +123,6 @@ impl Ended {
 /// Gets that end together are reported together, up to so many: a report may wake a thread, which
 /// costs as much as the copy of a small page.
 pub(crate) const REPORT_GETS: usize = 128;
-/// The same in bytes: a report that waits for more is late.
-pub(crate) const REPORT_BYTES: u64 = 4 << 20;
 
 /// What a transport reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -393,6 +391,13 @@ impl HeapRegion {
     pub fn new(bytes: usize) -> Arc<Self> {
         let words = (0..bytes.div_ceil(8)).map(|_| AtomicU64::new(0)).collect();
         Arc::new(Self { words })
+    }
+
+    /// The word at a byte offset; `None` if it is not inside, or misaligned.
+    #[must_use]
+    pub fn load(&self, offset: u64) -> Option<u64> {
+        let at = usize::try_from(offset).ok().filter(|at| at.is_multiple_of(8))?;
+        self.words.get(at / 8).map(|word| word.load(Ordering::Acquire))
     }
 }
 

@@ -46,6 +46,9 @@ use std::time::Duration;
 pub use sys::Version;
 pub use totals::{Totals, UcxCounters};
 
+/// Bytes that are fetched together, unless a page alone is larger: what landed is digested while it
+/// is in the second-level cache.
+const BATCH_BYTES: u64 = 256 << 10;
 const GREET_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why UCX can't be used.
@@ -169,7 +172,9 @@ impl Transport for Ucx {
     }
 
     fn get_many(&mut self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
-        self.links.copy_gets(from, gets, GET_BYTES_MAX, |conn, gets| self.engine.get(conn, gets))
+        self.links.copy_gets(from, gets, GET_BYTES_MAX, BATCH_BYTES, |conn, gets| {
+            self.engine.get(conn, gets);
+        })
     }
 
     fn cut(&mut self, peer: PeerId) {

@@ -7,7 +7,6 @@ use super::job::{Batch, End, Next, WORDS_BYTES};
 use super::raw::{Event, NotBegun, RemoteRegion, Ucp};
 use super::sys::{Api, Version};
 use super::totals::Totals;
-use crate::copy::read;
 use crate::get::{Get, GetOutcome};
 use crate::id::PeerId;
 use crate::page_hash::{Careful, Hashing, plain};
@@ -28,7 +27,7 @@ use std::time::Duration;
 
 /// Batches under way at once, over all peers. With several, the guard words of one are fetched
 /// while the data of another moves.
-const BATCHES_MAX: usize = 8;
+const BATCHES_MAX: usize = 16;
 /// Commands taken before UCX gets its turn.
 const COMMANDS_AT_ONCE: usize = 64;
 /// Turns without anything to do before the thread lets others run between turns, and before it
@@ -415,7 +414,7 @@ impl Turn {
         loop {
             let Some(running) = self.batches[slot].as_mut() else { return };
             let words = &*self.words;
-            let next = running.batch.poll_next(|at| word(words, words_at + at));
+            let next = running.batch.poll_next(|at| words.load(words_at + at).unwrap_or_default());
             let region = |region: crate::wire::RegionId| WORDS + 1 + region.0 as usize;
             let (source, target, bytes) = match next {
                 Next::Wait => return,
@@ -479,11 +478,4 @@ impl Running {
         self.batch.handle_lost();
         self.conn.abort(LostReason::Io(format!("ucx: {error}")));
     }
-}
-
-/// A guard word that landed.
-fn word(words: &HeapRegion, offset: u64) -> u64 {
-    let mut bytes = Vec::with_capacity(8);
-    read(words, &Extent { offset, len: 8 }, &mut bytes).expect("there is room for each batch");
-    u64::from_ne_bytes(bytes.try_into().expect("eight bytes were read"))
 }
