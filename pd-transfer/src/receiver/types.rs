@@ -66,7 +66,7 @@ impl Target {
 pub struct Start {
     /// A fresh random id.
     pub attempt: AttemptId,
-    /// Who computes it.
+    /// Who computes it, as named by the upcall `PeerUp` of a link that is up.
     pub peer: PeerId,
     /// Opaque request for the upper layer of the peer.
     pub request: Vec<u8>,
