@@ -202,6 +202,8 @@ type PeerKey = (usize, PeerId);
 struct Peer {
     address: String,
     pending: usize,
+    /// Longest prompt that it takes.
+    tokens_max: u32,
 }
 
 /// The hand-off's end in this worker: one driver per transport.

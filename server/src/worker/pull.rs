@@ -53,13 +53,17 @@ impl Worker {
                 self.cancelled(attempt);
             }
             Upcall::NotRetargeted { attempt, error } => {
-                tracing::warn!(%attempt, %error, "fresh pages were not taken");
+                // The attempt ended while they were looked for.
+                tracing::debug!(%attempt, %error, "fresh pages were not taken");
             }
-            Upcall::PeerUp { peer, address, incarnation, role, .. } => {
+            Upcall::PeerUp { peer, address, incarnation, role, limits } => {
                 tracing::info!(address, %incarnation, ?role, "peer connected");
                 self.shared.had_peer.store(true, Ordering::Release);
                 self.shared.clear_refusal();
-                self.peers.insert((driver, peer), Peer { address, pending: 0 });
+                self.peers.insert(
+                    (driver, peer),
+                    Peer { address, pending: 0, tokens_max: limits.max_prompt_tokens },
+                );
             }
             Upcall::PeerDown { peer, address, why, had_bye } => {
                 // One of the two leaves in good order; everything else is a loss.
@@ -94,11 +98,13 @@ impl Worker {
     /// Asks the least busy prefill worker for a prompt, of those that were not asked for it yet;
     /// false if there is none to ask.
     pub(super) fn start_pull(&mut self, id: SeqId) -> bool {
-        let tried = self.sequences.get(&id).map_or(&[][..], |seq| &seq.tried);
-        if tried.len() >= ASKED_MAX {
+        let Some(seq) = self.sequences.get(&id) else { return false };
+        if seq.tried.len() >= ASKED_MAX {
             return false;
         }
-        let untried = self.peers.iter().filter(|(key, _)| !tried.contains(key));
+        let untried = self.peers.iter().filter(|(_, peer)| {
+            seq.tokens.len() <= peer.tokens_max as usize && !seq.tried.contains(&peer.address)
+        });
         let Some((key, chosen)) = untried.min_by_key(|(key, peer)| (peer.pending, **key)) else {
             return false;
         };
@@ -146,7 +152,7 @@ impl Worker {
         seq.blocks_sealed = have;
         seq.context = Some(context);
         seq.peer = Some(key);
-        seq.tried.push(key);
+        seq.tried.push(address.clone());
         let transport = link.transports.get(driver).copied().unwrap_or_default();
         seq.asked = Some(PeerName { address, transport });
         seq.state = State::Pulling { attempt };
@@ -347,8 +353,7 @@ impl Worker {
                 request = seq.name,
                 peer = peer.map_or("", |peer| &peer.address),
                 transport = peer.map_or("", |peer| peer.transport),
-                "hand-off failed: {why}; the prompt is asked of another prefill worker or \
-                 computed here"
+                "hand-off failed: {why}"
             );
             seq.state = State::Unwinding { recompute: true };
         }
@@ -397,10 +402,18 @@ impl Worker {
         seq.windows_sealed = 0;
         match seq.state {
             State::Unwinding { recompute: true } => {
+                let (name, failed) = (seq.name.clone(), seq.asked.clone());
                 if std::mem::take(&mut seq.may_ask_again) && self.start_pull(id) {
-                    self.count_fault(id, FaultEvent::AskedAgain, "request");
+                    // Counted for the one that could not.
+                    if let Some(failed) = &failed {
+                        self.numbers.faults.count(FaultEvent::AskedAgain, failed, "request");
+                    }
+                    let peer = self.sequences.get(&id).and_then(|seq| seq.asked.as_ref());
+                    let peer = peer.map_or("", |peer| &peer.address);
+                    tracing::info!(request = name, peer, "another prefill worker is asked");
                     return;
                 }
+                tracing::info!(request = name, "the prompt is computed here");
                 self.numbers.recomputed += 1;
                 self.count_fault(id, FaultEvent::Recompute, "request");
                 self.start_local(id);

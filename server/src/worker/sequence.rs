@@ -85,8 +85,8 @@ pub(super) struct Sequence {
     pub(super) peer: Option<PeerKey>,
     /// The prefill worker that was asked last.
     pub(super) asked: Option<PeerName>,
-    /// All that were asked.
-    pub(super) tried: Vec<PeerKey>,
+    /// Addresses of all that were asked: a worker that comes back is the same one.
+    pub(super) tried: Vec<String>,
     /// Whether another one may be asked: the last one could not, and nothing was wrong with pages.
     pub(super) may_ask_again: bool,
     pub(super) quarantined: Vec<PageRef>,
