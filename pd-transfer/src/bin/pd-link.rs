@@ -52,7 +52,7 @@ enum Command {
         #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds)]
         seconds: Duration,
         /// Most gets that are under way at once.
-        #[arg(long, value_name = "N", default_value = "64")]
+        #[arg(long, value_name = "N", default_value = "64", value_parser = in_flight)]
         in_flight: usize,
         /// How long to wait for an answer of the serving side.
         #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
@@ -79,6 +79,16 @@ fn bytes(text: &str) -> Result<u64, String> {
 
 fn size(text: &str) -> Result<u32, String> {
     u32::try_from(bytes(text)?).map_err(|_| String::from("too large for a page"))
+}
+
+/// A socket link serves so many reads of a peer at once, and is cut beyond.
+const IN_FLIGHT_MAX: usize = 4096;
+
+fn in_flight(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(count @ 1..=IN_FLIGHT_MAX) => Ok(count),
+        _ => Err(format!("a number from 1 to {IN_FLIGHT_MAX} is wanted")),
+    }
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
