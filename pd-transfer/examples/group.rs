@@ -11,7 +11,7 @@ use pd_transfer::group::{
 };
 use pd_transfer::hash::{Hash128, hash128};
 use pd_transfer::id::Time;
-use pd_transfer::page_hash::{Bounced, PageHash, StreamHash};
+use pd_transfer::page_hash::{Bounced, PageHash};
 use pd_transfer::receiver::{Start, Target, Verify};
 use pd_transfer::tcp::Tcp;
 use pd_transfer::transport::{HeapRegion, RegionOwner};
@@ -43,25 +43,11 @@ struct Node {
     memory: Arc<HeapRegion>,
 }
 
-/// The digest of a page, taken while it is copied.
-#[derive(Default)]
-struct Pieces(Hash128);
-
-impl StreamHash for Pieces {
-    fn update(&mut self, bytes: &[u8]) {
-        self.0.update(bytes);
-    }
-
-    fn finish(&mut self) -> Digest {
-        std::mem::take(&mut self.0).finish()
-    }
-}
-
 struct ByTag;
 
 impl Verifier for ByTag {
     fn hash(&self) -> Box<dyn PageHash> {
-        Box::new(Bounced::new(Pieces::default()))
+        Box::new(Bounced::new(Hash128::new()))
     }
 
     fn verify(&self, page: &Verify, digest: Option<Digest>) -> bool {

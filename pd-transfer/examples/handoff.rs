@@ -4,8 +4,8 @@ use pd_transfer::copy::{read, set_guard, write};
 use pd_transfer::driver::{Driver, DriverConfig, Verifier};
 use pd_transfer::endpoint::Upcall;
 use pd_transfer::get::Digest;
-use pd_transfer::hash::hash128;
-use pd_transfer::page_hash::{Bounced, PageHash, StreamHash};
+use pd_transfer::hash::{Hash128, hash128};
+use pd_transfer::page_hash::{Bounced, PageHash};
 use pd_transfer::receiver::{Start, Target, Verify};
 use pd_transfer::tcp::Tcp;
 use pd_transfer::transport::{HeapRegion, RegionOwner};
@@ -35,26 +35,12 @@ fn tag(memory: &dyn RegionOwner, extents: &[Extent]) -> Option<Tag> {
     Some(Tag(hash128(&bytes)))
 }
 
-/// Collects a page and hashes it at its end; a real digest works piece by piece.
-#[derive(Default)]
-struct Whole(Vec<u8>);
-
-impl StreamHash for Whole {
-    fn update(&mut self, bytes: &[u8]) {
-        self.0.extend_from_slice(bytes);
-    }
-
-    fn finish(&mut self) -> Digest {
-        hash128(&std::mem::take(&mut self.0))
-    }
-}
-
 #[derive(Debug)]
 struct ByTag;
 
 impl Verifier for ByTag {
     fn hash(&self) -> Box<dyn PageHash> {
-        Box::new(Bounced::new(Whole::default()))
+        Box::new(Bounced::new(Hash128::new()))
     }
 
     fn verify(&self, page: &Verify, digest: Option<Digest>) -> bool {

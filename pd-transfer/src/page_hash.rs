@@ -3,6 +3,7 @@
 
 use crate::copy::{OutOfRange, address, check, check_range};
 use crate::get::Digest;
+use crate::hash::Hash128;
 use crate::transport::RegionOwner;
 use crate::wire::Extent;
 use std::fmt;
@@ -67,6 +68,17 @@ pub trait StreamHash: Send {
 
     /// The digest of all bytes since the last call.
     fn finish(&mut self) -> Digest;
+}
+
+/// The crate's own hash; portable, and slower than a digest that knows the processor.
+impl StreamHash for Hash128 {
+    fn update(&mut self, bytes: &[u8]) {
+        Self::update(self, bytes);
+    }
+
+    fn finish(&mut self) -> Digest {
+        std::mem::take(self).finish()
+    }
 }
 
 /// A [`StreamHash`] as a [`PageHash`]: each piece goes through a small buffer, which is digested,

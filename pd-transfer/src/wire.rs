@@ -8,7 +8,7 @@
 //! allocated that is larger than a small multiple of the bytes that arrived.
 #![expect(clippy::mem_forget, reason = "in the code that wincode's derive writes")]
 
-use crate::hash::{checksum64, hash128};
+use crate::hash::{PageSum, checksum64, hash128};
 
 pub use crate::hash::manifest_hash;
 use alloc::string::String;
@@ -323,14 +323,14 @@ impl FinalRecord {
         items: impl IntoIterator<Item = &'a Item>,
         payload: Vec<u8>,
     ) -> Self {
-        let (mut count, mut bytes, mut pages) = (0_u32, 0_u64, Vec::new());
+        let (mut count, mut bytes, mut sum) = (0_u32, 0_u64, PageSum::default());
         for item in items {
             count = count.saturating_add(1);
             bytes = bytes.saturating_add(item.bytes());
             // PD-W10
-            pages.push((item.key, item.identity, item.tag));
+            sum.add(&item.key, &item.identity, &item.tag);
         }
-        Self { plan_hash, items: count, bytes, payload, manifest: manifest_hash(pages) }
+        Self { plan_hash, items: count, bytes, payload, manifest: sum.hash() }
     }
 
     /// [`hash128`] of the record's encoded bytes.

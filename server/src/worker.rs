@@ -310,10 +310,12 @@ impl Worker {
     pub fn run(mut self) {
         while let Flow::Go = self.listen() {
             self.admit();
+            // A step may take seconds; whoever asks meanwhile must see that the worker is busy.
+            self.publish();
             if self.scheduler.has_work() {
                 self.step();
+                self.publish();
             }
-            self.publish();
         }
         for seq in std::mem::take(&mut self.sequences).into_values() {
             seq.fail(FailureKind::Unavailable, "the worker was stopped");

@@ -6,8 +6,8 @@ use crate::copy::{set_guard, write};
 use crate::driver::{DriverHandle, UpcallSink, Verifier};
 use crate::endpoint::Upcall;
 use crate::get::Digest;
-use crate::hash::hash128;
-use crate::page_hash::{Bounced, PageHash, Plain, StreamHash};
+use crate::hash::{Hash128, hash128};
+use crate::page_hash::{Bounced, PageHash, Plain};
 use crate::receiver::Target;
 use crate::receiver::Verify;
 use crate::transport::RegionOwner;
@@ -111,27 +111,13 @@ pub fn targets(request: Request, region: RegionId, offset: u64) -> Vec<Target> {
         .collect()
 }
 
-/// [`hash128`] of all bytes of a page.
-#[derive(Clone, Debug, Default)]
-pub struct Whole(Vec<u8>);
-
-impl StreamHash for Whole {
-    fn update(&mut self, bytes: &[u8]) {
-        self.0.extend_from_slice(bytes);
-    }
-
-    fn finish(&mut self) -> Digest {
-        hash128(&std::mem::take(&mut self.0))
-    }
-}
-
 /// Checks pages by [`tag`].
 #[derive(Clone, Copy, Debug)]
 pub struct PageVerifier;
 
 impl Verifier for PageVerifier {
     fn hash(&self) -> Box<dyn PageHash> {
-        Box::new(Bounced::new(Whole::default()))
+        Box::new(Bounced::new(Hash128::new()))
     }
 
     fn verify(&self, page: &Verify, digest: Option<Digest>) -> bool {

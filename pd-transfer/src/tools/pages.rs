@@ -4,7 +4,7 @@ use crate::copy::{OutOfRange, read, set_guard, write};
 use crate::driver::Verifier;
 use crate::get::Digest;
 use crate::hash::{Hash128, hash128};
-use crate::page_hash::{Bounced, PageHash, Plain, StreamHash};
+use crate::page_hash::{Bounced, PageHash, Plain};
 use crate::receiver::{Target, Verify};
 use crate::transport::RegionOwner;
 use crate::wire::{Extent, Guard, Identity, Item, Key, RegionId, Tag};
@@ -98,20 +98,6 @@ fn tag(key: Key, digest: &Digest) -> Tag {
     Tag(hash128(&[*digest, key.0].concat()))
 }
 
-/// The digest of a page.
-#[derive(Default)]
-struct Pieces(Hash128);
-
-impl StreamHash for Pieces {
-    fn update(&mut self, bytes: &[u8]) {
-        self.0.update(bytes);
-    }
-
-    fn finish(&mut self) -> Digest {
-        std::mem::take(&mut self.0).finish()
-    }
-}
-
 /// Fills memory with words that differ from each other, and opens the guard.
 pub(super) fn fill(memory: &dyn RegionOwner) -> Result<(), OutOfRange> {
     const CHUNK: u64 = 1 << 20;
@@ -182,7 +168,7 @@ impl Check {
 impl Verifier for Check {
     fn hash(&self) -> Box<dyn PageHash> {
         match self.mode {
-            Mode::Checked => Box::new(Bounced::new(Pieces::default())),
+            Mode::Checked => Box::new(Bounced::new(Hash128::new())),
             Mode::Copied => Box::new(Plain),
         }
     }

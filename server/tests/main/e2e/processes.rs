@@ -214,3 +214,29 @@ async fn a_prompt_that_one_worker_refuses_is_asked_of_another() {
     let again = faults("asked_again");
     assert_eq!(again, faults("failed"), "each refusal was followed by another worker");
 }
+
+/// A prefill worker that is told to end hands over what it computes, also within its first step.
+#[tokio::test]
+async fn a_prefill_worker_that_ends_hands_over_what_it_has_begun() {
+    let pair = Pair::start("tcp", "");
+    let unified = Server::worker("null", "");
+    eventually("the workers are connected", async || {
+        let metrics = Metrics::of(&pair.decode.url).await;
+        (metrics.sum("dsv4:peers", &["decode"]) == 1.0).then_some(())
+    })
+    .await;
+    let ids = prompt(1500);
+    let (url, asked) = (pair.decode.url.clone(), ids.clone());
+    let answer = tokio::spawn(async move { complete(&url, &asked, 4).await });
+    eventually("the prompt is being computed", async || {
+        let metrics = Metrics::of(&pair.prefill.url).await;
+        (metrics.sum("sglang:num_running_reqs", &["prefill"]) >= 1.0).then_some(())
+    })
+    .await;
+    pair.prefill.process.terminate();
+    let answer = answer.await.expect("no panic");
+    assert_eq!(answer, complete(&unified.url, &ids, 4).await);
+    let metrics = Metrics::of(&pair.decode.url).await;
+    assert_eq!(metrics.sum("dsv4:handoffs_total", &["decode"]), 1.0);
+    assert_eq!(metrics.sum("dsv4:prompts_recomputed_total", &["decode"]), 0.0);
+}
