@@ -372,3 +372,55 @@ fn messages_of_a_lost_peer_change_nothing() {
     assert!(rig.is_quiet());
     assert_eq!(rig.receiver.state(&ID), Some(ReceiverState::Gone));
 }
+
+/// What follows when page 0 of two lands, with the check at once or in a step of its own: all that
+/// can be seen, but for the numbers of operations.
+fn landed(at_once: bool, is_called_off: bool, ok: bool) -> Vec<String> {
+    let mut rig = Rig::new(2);
+    rig.ready(0, vec![item(0), item(1)]);
+    let gets = rig.gets();
+    rig.land(gets[1], true);
+    rig.finish(&[item(0), item(1)]);
+    if is_called_off {
+        rig.receiver.cancel(Time(2), ID);
+    }
+    if at_once {
+        rig.receiver.handle_landed(Time(3), gets[0], |verify| {
+            assert_eq!((verify.key, verify.tag), (item(0).key, item(0).tag));
+            ok
+        });
+        rig.receiver.handle_landed(Time(3), gets[0], |_| panic!("the get has ended before"));
+    } else {
+        rig.receiver.handle_got(Time(3), gets[0], GetOutcome::Done);
+        let verify = rig.take().into_iter().find_map(|output| match output {
+            ReceiverOutput::Verify(verify) => Some(verify.op),
+            other => {
+                rig.out.push(other);
+                None
+            }
+        });
+        if let Some(op) = verify {
+            rig.receiver.handle_verified(Time(3), op, ok);
+        }
+        rig.receiver.handle_got(Time(3), gets[0], GetOutcome::Done);
+    }
+    let seen = rig.take().into_iter().map(|output| format!("{output:?}"));
+    let Receiver { attempts, counters, ended, .. } = &rig.receiver;
+    let state = format!("{attempts:?} {counters:?} {ended:?} {}", rig.receiver.ops_in_flight());
+    seen.chain([state]).collect()
+}
+
+// PD-V1
+#[test]
+fn a_check_at_once_does_what_a_check_in_its_own_step_does() {
+    for is_called_off in [false, true] {
+        for ok in [false, true] {
+            let (first, second) =
+                (landed(true, is_called_off, ok), landed(false, is_called_off, ok));
+            assert_eq!(first, second, "called off: {is_called_off}, right: {ok}");
+        }
+    }
+    assert!(landed(true, false, true).iter().any(|seen| seen.starts_with("Completed")));
+    assert!(landed(true, false, false).iter().any(|seen| seen.starts_with("Fresh")));
+    assert!(landed(true, true, true).iter().any(|seen| seen.starts_with("Quiet")));
+}

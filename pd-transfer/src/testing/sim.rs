@@ -8,13 +8,13 @@
 
 use super::Rng;
 use super::pages::tag;
-use super::sim_nodes::{Flight, Node, PAGE, PAGES};
+use super::sim_nodes::{Flight, Memory, Node, PAGE, PAGES};
 use crate::counters::Counters;
 use crate::endpoint::{Action, Endpoint, EndpointConfig, Upcall};
 use crate::get::GetOutcome;
 use crate::id::{OpId, PeerId, Time};
 use crate::link::{LinkConfig, Side};
-use crate::receiver::{ReceiverConfig, RetargetError};
+use crate::receiver::{ReceiverConfig, RetargetError, Verify};
 use crate::sender::SenderConfig;
 use crate::wire::{
     AttemptId, Fingerprint, Hello, Incarnation, Limits, MAX_MESSAGE_BYTES, PROTO_VERSION,
@@ -321,9 +321,7 @@ impl World {
                 if self.nodes[node].epoch == epoch
                     && let Some(verify) = self.nodes[node].verifying.remove(&op)
                 {
-                    let page = verify.extents[0].offset as usize / PAGE;
-                    let ok = self.check == Check::Nothing
-                        || tag(&verify.key, self.nodes[node].memory.page(page)) == verify.tag;
+                    let ok = is_right(self.check, &self.nodes[node].memory, &verify);
                     self.nodes[node].endpoint.handle_verified(self.now, OpId(op), ok);
                 }
             }
@@ -507,7 +505,13 @@ impl World {
         } else {
             GetOutcome::Done
         };
-        self.nodes[node].endpoint.handle_got(self.now, OpId(op), outcome);
+        // A driver checks a page in the step in which its get ends; other owners may take their time.
+        if self.rng.below(2) == 0 {
+            return self.nodes[node].endpoint.handle_got(self.now, OpId(op), outcome);
+        }
+        let (check, Node { endpoint, memory, .. }) = (self.check, &mut self.nodes[node]);
+        let ended = [(OpId(op), outcome, ())];
+        endpoint.handle_ended(self.now, ended, |verify, ()| is_right(check, memory, verify));
     }
 
     fn damage(&mut self, node: usize, flight: &Flight) {
@@ -647,4 +651,10 @@ impl World {
         assert!(self.open_requests.is_empty(), "requests were not released");
         self.report
     }
+}
+
+/// Whether a page that landed has its tag, for a node that looks.
+fn is_right(check: Check, memory: &Memory, verify: &Verify) -> bool {
+    let page = verify.extents[0].offset as usize / PAGE;
+    check == Check::Nothing || tag(&verify.key, memory.page(page)) == verify.tag
 }

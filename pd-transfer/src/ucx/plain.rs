@@ -4,8 +4,8 @@
 
 use super::UcxError;
 use super::hello::Card;
-use super::raw::RemoteRegion;
-use super::sys::{self, Api, Begun, Context, Ep, Mem, Rkey, Status, Worker};
+use super::raw::{RemoteRegion, pack_key, worker_address};
+use super::sys::{self, Api, Begun, CStruct as _, Context, Ep, Mem, Rkey, Status, Worker};
 use crate::transport::RegionOwner;
 use crate::wire::Extent;
 use std::cell::Cell;
@@ -81,15 +81,7 @@ impl PlainGets {
         let params = sys::Params {
             field_mask: sys::PARAM_FEATURES,
             features: sys::FEATURE_RMA,
-            request_bytes: 0,
-            request_init: ptr::null(),
-            request_cleanup: ptr::null(),
-            tag_sender_mask: 0,
-            mt_workers_shared: 0,
-            estimated_num_eps: 0,
-            estimated_num_ppn: 0,
-            name: ptr::null(),
-            node_local_id: 0,
+            ..sys::Params::NONE
         };
         let ((major, minor), context) = (sys::API, &mut made.context);
         // SAFETY: `params` has the full size of the C struct and its mask names what is set.
@@ -98,14 +90,7 @@ impl PlainGets {
         let params = sys::WorkerParams {
             field_mask: sys::WORKER_THREAD_MODE,
             thread_mode: sys::THREAD_MODE_SINGLE,
-            cpu_mask: [0; 16],
-            events: 0,
-            user_data: ptr::null_mut(),
-            event_fd: -1,
-            flags: 0,
-            name: ptr::null(),
-            am_alignment: 0,
-            client_id: 0,
+            ..sys::WorkerParams::NONE
         };
         // SAFETY: the context was just made by this thread; `params` as above.
         let status = unsafe { (api.ucp_worker_create)(made.context, &params, &mut made.worker) };
@@ -120,10 +105,9 @@ impl PlainGets {
             field_mask: sys::MAP_ADDRESS | sys::MAP_LENGTH | sys::MAP_PROT | sys::MAP_MEMORY_TYPE,
             address: self.memory.base().cast(),
             bytes: usize::try_from(self.memory.len()).unwrap_or(usize::MAX),
-            flags: 0,
             prot: sys::PROT_LOCAL_READ | sys::PROT_LOCAL_WRITE | sys::PROT_REMOTE_READ,
             memory_type: sys::MEMORY_TYPE_HOST,
-            exported: ptr::null(),
+            ..sys::MemMapParams::NONE
         };
         // SAFETY: the range is mapped, readable and writable while `memory` lives (contract of
         // `RegionOwner`), and `memory` is kept until it was unmapped.
@@ -137,26 +121,13 @@ impl PlainGets {
     /// UCX refuses.
     pub fn card(&self) -> Result<Vec<u8>, UcxError> {
         let api = self.flights.api;
-        let (mut address, mut bytes) = (ptr::null_mut(), 0);
         // SAFETY: the worker lives as long as `self`.
-        let status = unsafe { (api.ucp_worker_get_address)(self.worker, &mut address, &mut bytes) };
-        api.check("ucp_worker_get_address", status)?;
-        // SAFETY: UCX has just returned `bytes` bytes at `address`, which nobody else knows.
-        let named = unsafe { std::slice::from_raw_parts(address.cast::<u8>(), bytes) }.to_vec();
-        // SAFETY: returned by the call above, released once.
-        unsafe { (api.ucp_worker_release_address)(self.worker, address) };
-        let (mut key, mut bytes) = (ptr::null_mut(), 0);
+        let address = unsafe { worker_address(api, self.worker) }?;
         // SAFETY: mapped in `new`.
-        let status =
-            unsafe { (api.ucp_rkey_pack)(self.context, self.handle, &mut key, &mut bytes) };
-        api.check("ucp_rkey_pack", status)?;
-        // SAFETY: UCX has just returned `bytes` bytes at `key`, which nobody else knows.
-        let rkey = unsafe { std::slice::from_raw_parts(key.cast::<u8>(), bytes) }.to_vec();
-        // SAFETY: returned by the call above, released once.
-        unsafe { (api.ucp_rkey_buffer_release)(key) };
+        let rkey = unsafe { pack_key(api, self.context, self.handle) }?;
         let (base, bytes) = (self.memory.base().addr() as u64, self.memory.len());
         let regions = vec![RemoteRegion { base, bytes, rkey }];
-        Ok(Card { address: named, regions }.encode())
+        Ok(Card { address, regions }.encode())
     }
 
     /// Makes the endpoint to the side that has said `card`; once.
@@ -171,18 +142,12 @@ impl PlainGets {
         if self.loss == PeerLoss::Reported {
             field_mask |= sys::EP_ERR_MODE | sys::EP_ERR_HANDLER;
         }
-        let nothing = sys::SockAddr { address: ptr::null(), bytes: 0 };
         let params = sys::EpParams {
             field_mask,
             address: card.address.as_ptr().cast(),
             err_mode: sys::ERR_MODE_PEER,
             err_handler: sys::ErrorHandler { callback: Some(on_broken), argument: ptr::null_mut() },
-            user_data: ptr::null_mut(),
-            flags: 0,
-            sockaddr: nothing,
-            conn_request: ptr::null_mut(),
-            name: ptr::null(),
-            local_sockaddr: nothing,
+            ..sys::EpParams::NONE
         };
         let (api, mut ep, mut rkey) = (self.flights.api, ptr::null_mut(), ptr::null_mut());
         // SAFETY: `params` has the full C size; the address lives during the call and was packed by
@@ -219,18 +184,10 @@ impl PlainGets {
         }
         let param = sys::RequestParam {
             op_attr_mask: sys::OP_CALLBACK | sys::OP_USER_DATA | sys::OP_MEMH,
-            flags: 0,
-            request: ptr::null_mut(),
             callback: Some(on_done),
-            datatype: 0,
             user_data: ptr::from_ref(flights).cast_mut().cast(),
-            reply_buffer: ptr::null_mut(),
-            memory_type: 0,
-            recv_info: ptr::null_mut(),
             memh: self.handle,
-            remote_datatype: 0,
-            remote: ptr::null(),
-            remote_count: 0,
+            ..sys::RequestParam::NONE
         };
         for range in ranges {
             while flights.open.get() >= outstanding.max(1) {
@@ -266,17 +223,9 @@ impl PlainGets {
         let param = sys::RequestParam {
             op_attr_mask: sys::OP_CALLBACK | sys::OP_USER_DATA | sys::OP_FLAGS,
             flags: if is_forced { sys::CLOSE_FORCE } else { 0 },
-            request: ptr::null_mut(),
             callback: Some(on_done),
-            datatype: 0,
             user_data: ptr::from_ref(&*self.flights).cast_mut().cast(),
-            reply_buffer: ptr::null_mut(),
-            memory_type: 0,
-            recv_info: ptr::null_mut(),
-            memh: ptr::null_mut(),
-            remote_datatype: 0,
-            remote: ptr::null(),
-            remote_count: 0,
+            ..sys::RequestParam::NONE
         };
         // SAFETY: the endpoint was not closed before; nothing uses it from now on.
         let begun = unsafe { (api.ucp_ep_close_nbx)(ep, &param) };

@@ -4,7 +4,7 @@
 #![expect(unsafe_code, reason = "calls UCX and copies what it hands out")]
 
 use super::UcxError;
-use super::sys::{self, Api, Begun, Context, Ep, Mem, Rkey, Status, Worker};
+use super::sys::{self, Api, Begun, CStruct as _, Context, Ep, Mem, Rkey, Status, Worker};
 use crate::transport::RegionOwner;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::cell::{Cell, RefCell};
@@ -98,37 +98,47 @@ pub(super) struct Ucp {
     closed: Vec<u64>,
 }
 
-const fn no_param() -> sys::RequestParam {
-    sys::RequestParam {
-        op_attr_mask: 0,
-        flags: 0,
-        request: ptr::null_mut(),
-        callback: Some(on_completed),
-        datatype: 0,
-        user_data: ptr::null_mut(),
-        reply_buffer: ptr::null_mut(),
-        memory_type: 0,
-        recv_info: ptr::null_mut(),
-        memh: ptr::null_mut(),
-        remote_datatype: 0,
-        remote: ptr::null(),
-        remote_count: 0,
-    }
+/// The address of a worker, copied.
+///
+/// # Safety
+/// The worker is not destroyed and belongs to this thread.
+pub(super) unsafe fn worker_address(api: &Api, worker: *mut Worker) -> Result<Vec<u8>, UcxError> {
+    let (mut address, mut bytes) = (ptr::null_mut(), 0);
+    // SAFETY: the caller vouches for the worker.
+    let status = unsafe { (api.ucp_worker_get_address)(worker, &mut address, &mut bytes) };
+    api.check("ucp_worker_get_address", status)?;
+    // SAFETY: UCX has just returned `bytes` bytes at `address`, which nobody else knows.
+    let copy = unsafe { std::slice::from_raw_parts(address.cast::<u8>(), bytes) }.to_vec();
+    // SAFETY: returned by the call above, released once.
+    unsafe { (api.ucp_worker_release_address)(worker, address) };
+    Ok(copy)
+}
+
+/// The key that peers need for mapped memory, copied.
+///
+/// # Safety
+/// The memory is mapped in the context.
+pub(super) unsafe fn pack_key(
+    api: &Api,
+    context: *mut Context,
+    memory: *mut Mem,
+) -> Result<Vec<u8>, UcxError> {
+    let (mut key, mut bytes) = (ptr::null_mut(), 0);
+    // SAFETY: the caller vouches for the memory.
+    let status = unsafe { (api.ucp_rkey_pack)(context, memory, &mut key, &mut bytes) };
+    api.check("ucp_rkey_pack", status)?;
+    // SAFETY: UCX has just returned `bytes` bytes at `key`, which nobody else knows.
+    let copy = unsafe { std::slice::from_raw_parts(key.cast::<u8>(), bytes) }.to_vec();
+    // SAFETY: returned by the call above, released once.
+    unsafe { (api.ucp_rkey_buffer_release)(key) };
+    Ok(copy)
 }
 
 fn create_context(api: &Api) -> Result<*mut Context, UcxError> {
     let params = sys::Params {
         field_mask: sys::PARAM_FEATURES,
         features: sys::FEATURE_RMA | sys::FEATURE_WAKEUP,
-        request_bytes: 0,
-        request_init: ptr::null(),
-        request_cleanup: ptr::null(),
-        tag_sender_mask: 0,
-        mt_workers_shared: 0,
-        estimated_num_eps: 0,
-        estimated_num_ppn: 0,
-        name: ptr::null(),
-        node_local_id: 0,
+        ..sys::Params::NONE
     };
     let (mut context, (major, minor)) = (ptr::null_mut(), sys::API);
     // SAFETY: `params` has the full size of the C struct and its mask names the fields that are
@@ -143,14 +153,7 @@ fn create_worker(api: &Api, context: *mut Context) -> Result<(*mut Worker, i32),
     let params = sys::WorkerParams {
         field_mask: sys::WORKER_THREAD_MODE,
         thread_mode: sys::THREAD_MODE_SINGLE,
-        cpu_mask: [0; 16],
-        events: 0,
-        user_data: ptr::null_mut(),
-        event_fd: -1,
-        flags: 0,
-        name: ptr::null(),
-        am_alignment: 0,
-        client_id: 0,
+        ..sys::WorkerParams::NONE
     };
     let mut worker = ptr::null_mut();
     // SAFETY: `context` was just made by this thread; `params` as in `create_context`.
@@ -199,16 +202,8 @@ impl Ucp {
 
     /// The address that peers make endpoints from.
     pub(super) fn address(&self) -> Result<Vec<u8>, UcxError> {
-        let (mut address, mut bytes) = (ptr::null_mut(), 0);
         // SAFETY: the worker lives as long as `self`.
-        let status =
-            unsafe { (self.api.ucp_worker_get_address)(self.worker, &mut address, &mut bytes) };
-        self.api.check("ucp_worker_get_address", status)?;
-        // SAFETY: UCX has just returned `bytes` bytes at `address`, which nobody else knows.
-        let copy = unsafe { std::slice::from_raw_parts(address.cast::<u8>(), bytes) }.to_vec();
-        // SAFETY: returned by the call above, released once.
-        unsafe { (self.api.ucp_worker_release_address)(self.worker, address) };
-        Ok(copy)
+        unsafe { worker_address(self.api, self.worker) }
     }
 
     /// Maps memory for local and remote reads and local writes; returns the key that peers
@@ -218,10 +213,9 @@ impl Ucp {
             field_mask: sys::MAP_ADDRESS | sys::MAP_LENGTH | sys::MAP_PROT | sys::MAP_MEMORY_TYPE,
             address: memory.base().cast(),
             bytes: usize::try_from(memory.len()).unwrap_or(usize::MAX),
-            flags: 0,
             prot: sys::PROT_LOCAL_READ | sys::PROT_LOCAL_WRITE | sys::PROT_REMOTE_READ,
             memory_type: sys::MEMORY_TYPE_HOST,
-            exported: ptr::null(),
+            ..sys::MemMapParams::NONE
         };
         let mut handle = ptr::null_mut();
         // SAFETY: the range is mapped, readable and writable while `memory` lives (contract of
@@ -229,16 +223,8 @@ impl Ucp {
         let status = unsafe { (self.api.ucp_mem_map)(self.context, &params, &mut handle) };
         self.api.check("ucp_mem_map", status)?;
         self.mapped.push(Mapped { memory, handle });
-        let (mut key, mut bytes) = (ptr::null_mut(), 0);
         // SAFETY: `handle` was just mapped.
-        let status =
-            unsafe { (self.api.ucp_rkey_pack)(self.context, handle, &mut key, &mut bytes) };
-        self.api.check("ucp_rkey_pack", status)?;
-        // SAFETY: UCX has just returned `bytes` bytes at `key`, which nobody else knows.
-        let copy = unsafe { std::slice::from_raw_parts(key.cast::<u8>(), bytes) }.to_vec();
-        // SAFETY: returned by the call above, released once.
-        unsafe { (self.api.ucp_rkey_buffer_release)(key) };
-        Ok(copy)
+        unsafe { pack_key(self.api, self.context, handle) }
     }
 
     /// Makes an endpoint named `name`, which no other has. `address` and the keys are what the
@@ -257,12 +243,7 @@ impl Ucp {
                 callback: Some(on_broken),
                 argument: ptr::without_provenance_mut(name as usize),
             },
-            user_data: ptr::null_mut(),
-            flags: 0,
-            sockaddr: sys::SockAddr { address: ptr::null(), bytes: 0 },
-            conn_request: ptr::null_mut(),
-            name: ptr::null(),
-            local_sockaddr: sys::SockAddr { address: ptr::null(), bytes: 0 },
+            ..sys::EpParams::NONE
         };
         let mut ep = ptr::null_mut();
         // SAFETY: `params` has the full C size; the address lives during the call and was packed by
@@ -349,7 +330,8 @@ impl Ucp {
             op_attr_mask: sys::OP_CALLBACK | sys::OP_USER_DATA | sys::OP_MEMH,
             user_data: ptr::without_provenance_mut(index),
             memh,
-            ..no_param()
+            callback: Some(on_completed),
+            ..sys::RequestParam::NONE
         };
         // SAFETY: the target range lies inside mapped memory (checked above) that is kept until
         // every request has completed (`drop`), and that nobody holds a reference into while a get
@@ -398,7 +380,8 @@ impl Ucp {
             op_attr_mask: sys::OP_CALLBACK | sys::OP_USER_DATA | sys::OP_FLAGS,
             flags: sys::CLOSE_FORCE,
             user_data: ptr::without_provenance_mut(index),
-            ..no_param()
+            callback: Some(on_completed),
+            ..sys::RequestParam::NONE
         };
         // SAFETY: `ep` is not null, so it was not closed before; nothing uses it from now on.
         let begun = unsafe { (self.api.ucp_ep_close_nbx)(ep, &param) };

@@ -51,6 +51,12 @@ impl Begun {
 #[cfg(test)]
 type Fact = (String, u64);
 
+/// A parameter of UCX.
+pub(super) trait CStruct: Sized {
+    /// All fields zero: numbers, null pointers and no callbacks.
+    const NONE: Self;
+}
+
 macro_rules! c_structs {
     ($($name:ident = $c:literal, $bytes:literal bytes {
         $($field:ident: $type:ty = $c_field:literal @ $at:literal,)+
@@ -61,6 +67,12 @@ macro_rules! c_structs {
             #[repr(C)]
             pub(super) struct $name {
                 $(pub(super) $field: $type,)+
+            }
+
+            impl CStruct for $name {
+                // SAFETY: the fields of all these structs are integers, raw pointers, optional
+                // functions and structs and arrays of such, for which zero is a value.
+                const NONE: Self = unsafe { std::mem::zeroed() };
             }
 
             const _: () = assert!(size_of::<$name>() == $bytes);
