@@ -21,7 +21,7 @@ use crate::transport::{
 };
 use crate::wire::RegionId;
 use crossbeam_channel::{Receiver, Sender, unbounded};
-use rustix::fs::{MemfdFlags, Mode, SealFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, Mode, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::net::{
@@ -92,13 +92,22 @@ impl SharedRegion {
     /// `bytes` zero bytes, at least one.
     ///
     /// # Errors
-    /// The system has no memory or no descriptor.
+    /// More bytes than the machine has, or the system has no memory or no descriptor.
     pub fn new(bytes: usize) -> Result<Arc<Self>, TransportError> {
         let io = |during| move |e: Errno| TransportError::Io { during, source: e.into() };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create("pd-region", flags).map_err(io("create memfd"))?;
         let len = bytes.max(1);
-        rustix::fs::ftruncate(&fd, len as u64).map_err(io("size memfd"))?;
+        // The system would first end other processes to make room that can never be enough.
+        let machine = rustix::system::sysinfo();
+        let memory = (machine.totalram + machine.totalswap).saturating_mul(machine.mem_unit.into());
+        if len as u64 > memory {
+            return Err(TransportError::TooLarge { bytes: len as u64, limit: memory });
+        }
+        // All pages exist from now on: no room is an error here, and not a fault of whoever touches
+        // one first, which may be a peer.
+        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len as u64)
+            .map_err(io("allocate memfd"))?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)
             .map_err(io("seal memfd"))?;
         let mapping = Mapping::new(fd.as_fd(), len, ProtFlags::READ | ProtFlags::WRITE)

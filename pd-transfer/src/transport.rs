@@ -177,7 +177,7 @@ pub enum TransportError {
         /// Allowed.
         limit: usize,
     },
-    /// The message or get is larger than a frame may be.
+    /// A message, a get or a region is larger than it may be.
     #[error("{bytes} bytes, at most {limit}")]
     TooLarge {
         /// Its size.

@@ -58,7 +58,8 @@ pub enum Backend {
     Shm,
     /// TCP.
     Tcp,
-    /// UCX: RDMA where there is hardware for it; needs a libucp.so.0 of one minor version on both sides (DSV4_UCX_LIB is its path).
+    /// UCX: RDMA where there is hardware for it; needs a libucp.so.0 of one minor version on both
+    /// sides (DSV4_UCX_LIB is its path).
     Ucx,
 }
 

@@ -16,5 +16,7 @@ mod payload;
 mod recipe;
 #[path = "main/router.rs"]
 mod router;
+#[path = "main/streams.rs"]
+mod streams;
 #[path = "main/wording.rs"]
 mod wording;

@@ -15,7 +15,9 @@ use pd_transfer::shm::{SharedRegion, Shm};
 use pd_transfer::tcp::Tcp;
 use pd_transfer::testing::conformance::PATIENCE;
 use pd_transfer::testing::pages::{PageVerifier, Request, targets};
-use pd_transfer::transport::{HeapRegion, Transport, TransportEvent, TransportFactory};
+use pd_transfer::transport::{
+    HeapRegion, RegionOwner as _, Transport, TransportError, TransportEvent, TransportFactory,
+};
 use pd_transfer::wire::{Extent, Guard, RegionId};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
@@ -155,6 +157,15 @@ fn memory_that_could_shrink_under_the_reader_is_not_mapped() {
     let up = events.recv_timeout(PATIENCE).unwrap();
     assert!(matches!(up, TransportEvent::PeerUp { .. }), "{up:?}");
     assert!(events.is_empty());
+}
+
+#[test]
+fn shared_memory_is_there_before_it_is_touched() {
+    let region = SharedRegion::new(3 << 20).unwrap();
+    let stat = rustix::fs::fstat(region.shared_fd().unwrap()).unwrap();
+    assert!(stat.st_blocks as u64 * 512 >= 3 << 20, "{} blocks", stat.st_blocks);
+    let refused = SharedRegion::new(usize::MAX / 2).expect_err("no machine has that");
+    assert!(matches!(refused, TransportError::TooLarge { .. }), "{refused}");
 }
 
 /// Dies when it is asked, or while it digests.

@@ -1,8 +1,10 @@
 //! Model checking of the production machines: every order of events with a bounded number of
 //! faults, and each guard taken away in turn.
 
+mod names;
 pub(crate) mod node;
 pub(crate) mod search;
+mod wide;
 
 use node::Property;
 use pd_transfer::testing::mutation::{Mutation, without};

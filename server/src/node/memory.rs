@@ -27,8 +27,12 @@ fn reported(name: &str) -> Option<u64> {
 /// allocation: the system would end some process to make room.
 pub(super) fn ensure_room(geometry: &Geometry, counts: &PageCounts) -> Result<(), ConfigError> {
     let of = |kind| geometry.pool_bytes(kind, counts.of(kind));
-    let bytes: u64 = POOLS.into_iter().map(of).sum();
-    match reported("MemAvailable:") {
+    room(POOLS.into_iter().map(of).sum(), reported("MemAvailable:"))
+}
+
+/// Whether `bytes` fit into what is free, if that is known.
+fn room(bytes: u64, free: Option<u64>) -> Result<(), ConfigError> {
+    match free {
         Some(free) if bytes > free => {
             Err(ConfigError::NoRoom { needed: bytes.div_ceil(MIB), free: free / MIB })
         }
@@ -120,4 +124,19 @@ fn divide(geometry: &Geometry, bytes: u64, shape: Shape) -> Result<PageCounts, C
             .saturating_add(BOUNDARY_WINDOWS * boundaries),
         carry: carry + boundaries,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_pages_than_the_machine_has_room_for_are_refused_with_both_numbers() {
+        assert!(room(5 * MIB, Some(5 * MIB)).is_ok());
+        assert!(room(u64::MAX, None).is_ok(), "nothing is known");
+        let refused = room(5 * MIB + 1, Some(5 * MIB)).expect_err("one byte too many");
+        assert!(matches!(refused, ConfigError::NoRoom { needed: 6, free: 5 }), "{refused}");
+        assert!(reported("MemAvailable:").is_some_and(|free| free > MIB));
+        assert_eq!(reported("MemNothing:"), None);
+    }
 }

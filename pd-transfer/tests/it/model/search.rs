@@ -5,13 +5,14 @@
 //! the world that share that node state. States are told apart by 128-bit hashes.
 
 use super::Setup;
+use super::names::{describe, name};
 use super::node::{Ask, DAMAGED, Effects, Flight, Half, Local, Node, Property, Seat, Violation};
+use super::wide::Wide;
 use pd_transfer::id::PeerId;
 use pd_transfer::testing::mutation::Mutation;
 use pd_transfer::wire::{self, AttemptId, Message};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::hash::{Hash, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// What may go wrong; each has a budget of its own and all have one together.
@@ -123,56 +124,6 @@ struct Stepped {
     violation: Option<Violation>,
 }
 
-/// Two lanes of multiply and rotate; 128 bits, so that two states never meet by chance.
-struct Wide(u64, u64);
-
-impl Wide {
-    fn word(&mut self, word: u64) {
-        self.0 = (self.0 ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29) ^ word;
-        self.1 = (self.1.rotate_left(31) ^ word).wrapping_mul(0xC2B2_AE3D_27D4_EB4F);
-    }
-
-    fn of(value: &impl Hash) -> u128 {
-        let mut wide = Self(0x1656_67B1_9E37_79F9, 0x27D4_EB2F_1656_67C5);
-        value.hash(&mut wide);
-        wide.word(0x6A09_E667);
-        wide.word(0xBB67_AE85);
-        u128::from(wide.0) << 64 | u128::from(wide.1 ^ (wide.1 >> 29))
-    }
-}
-
-impl Hasher for Wide {
-    fn finish(&self) -> u64 {
-        self.0 ^ self.1
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        let (words, rest) = bytes.as_chunks::<8>();
-        for word in words {
-            self.word(u64::from_le_bytes(*word));
-        }
-        let mut last = [0; 8];
-        last[..rest.len()].copy_from_slice(rest);
-        self.word(u64::from_le_bytes(last) ^ (rest.len() as u64) << 56);
-    }
-
-    fn write_u8(&mut self, n: u8) {
-        self.word(n.into());
-    }
-
-    fn write_u32(&mut self, n: u32) {
-        self.word(n.into());
-    }
-
-    fn write_u64(&mut self, n: u64) {
-        self.word(n);
-    }
-
-    fn write_usize(&mut self, n: usize) {
-        self.word(n as u64);
-    }
-}
-
 /// What a search came to.
 #[derive(Clone, Debug)]
 pub(crate) struct Report {
@@ -223,25 +174,6 @@ const fn other(seat: Seat) -> Seat {
     match seat {
         Seat::Decode => Seat::Prefill,
         Seat::Prefill => Seat::Decode,
-    }
-}
-
-/// `Want 1.1`: the kind, the request and which try it is.
-fn name(bytes: &[u8]) -> String {
-    let Ok(envelope) = wire::decode(bytes) else { return String::from("nonsense") };
-    let message = envelope.message;
-    let attempt = message.attempt().map(|id| attempt_name(&id)).unwrap_or_default();
-    match &message {
-        Message::Ready { seq, .. } => format!("Ready {attempt} #{seq}"),
-        _ => format!("{} {attempt}", message.name()).trim_end().to_string(),
-    }
-}
-
-fn attempt_name(id: &AttemptId) -> String {
-    if id.0[2] == 0 {
-        format!("{}.{}", id.0[0], id.0[1])
-    } else {
-        format!("{}.{}'{}", id.0[0], id.0[1], id.0[2])
     }
 }
 
@@ -840,31 +772,6 @@ fn close(state: &mut State) {
     let link = state.link;
     state.letters.retain(|letter| letter.link != link);
     (state.is_open, state.told) = (false, [false; 2]);
-}
-
-fn describe(local: Local) -> String {
-    match local {
-        Local::Up { .. } => String::from("link up"),
-        Local::Bytes { message, .. } => format!("message {message}"),
-        Local::Lost { .. } => String::from("link lost"),
-        Local::Tick => String::from("timer"),
-        Local::Start { request } => format!("start request {}", request + 1),
-        Local::Abort { request } => format!("client aborts request {}", request + 1),
-        Local::Read { op, is_fresh: true, .. } => format!("read {op}"),
-        Local::Read { op, is_fresh: false, .. } => format!("read {op}, guard changed"),
-        Local::GetError { op } => format!("read {op} fails"),
-        Local::Verify { op } => format!("verify {op}"),
-        Local::Compute { attempt } => format!("compute {}", attempt_name(&attempt)),
-        Local::Short { attempt } => format!("forget the last page of {}", attempt_name(&attempt)),
-        Local::Unknown { attempt } => {
-            format!("offer an unknown page of {}", attempt_name(&attempt))
-        }
-        Local::Write { attempt, n } => format!("write page {n} of {}", attempt_name(&attempt)),
-        Local::Overwrite { page, is_silent: false } => format!("reuse source page {page} early"),
-        Local::Overwrite { page, is_silent: true } => {
-            format!("overwrite source page {page}, generation kept")
-        }
-    }
 }
 
 impl View {
