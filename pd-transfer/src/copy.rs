@@ -61,7 +61,7 @@ pub(crate) fn check_range(
     Err(OutOfRange { what: "extent", offset, bytes, region_bytes: region.len() })
 }
 
-fn check_guard(region: &dyn RegionOwner, guard: &Guard) -> Result<(), OutOfRange> {
+pub(crate) fn check_guard(region: &dyn RegionOwner, guard: &Guard) -> Result<(), OutOfRange> {
     if guard_inside(guard, region.len()) {
         return Ok(());
     }
@@ -73,7 +73,7 @@ pub(crate) fn address(region: &dyn RegionOwner, offset: u64) -> *mut u8 {
     region.base().wrapping_add(usize::try_from(offset).expect("checked against a mapped length"))
 }
 
-fn guard_holds(region: &dyn RegionOwner, guard: &Guard) -> bool {
+pub(crate) fn guard_holds(region: &dyn RegionOwner, guard: &Guard) -> bool {
     #[expect(clippy::cast_ptr_alignment, reason = "base is aligned to 8 and so is the offset")]
     let word = address(region, guard.offset).cast::<u64>();
     // SAFETY: `check_guard` has shown that the word lies inside the region and that its offset is a
@@ -131,30 +131,6 @@ pub(crate) fn hashed_copy(
     guard_word::copied();
     let holds = guard_holds(guards, &get.guard);
     Ok(if holds { (Copied::Done, digest) } else { (Copied::Stale, None) })
-}
-
-/// Appends the bytes of `extents` to `out`.
-///
-/// # Errors
-/// An extent or the guard lies outside its region. `out` is unchanged then.
-pub fn guarded_read(
-    source: &dyn RegionOwner,
-    guards: &dyn RegionOwner,
-    extents: &[Extent],
-    guard: &Guard,
-    out: &mut Vec<u8>,
-) -> Result<Copied, OutOfRange> {
-    check_guard(guards, guard)?;
-    extents.iter().try_for_each(|extent| check(source, extent))?;
-    if !guard_holds(guards, guard) {
-        return Ok(Copied::Stale);
-    }
-    for extent in extents {
-        read(source, extent, out)?;
-    }
-    // PD-T3
-    guard_word::copied();
-    Ok(if guard_holds(guards, guard) { Copied::Done } else { Copied::Stale })
 }
 
 /// Appends the bytes of one extent to `out`; for verifiers and tests, which read pages that landed.

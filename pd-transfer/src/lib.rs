@@ -57,6 +57,8 @@ pub mod counters;
 #[cfg(feature = "std")]
 pub mod driver;
 pub mod endpoint;
+#[cfg(feature = "std")]
+mod gather;
 pub mod get;
 pub mod group;
 #[cfg(feature = "std")]

@@ -2,11 +2,13 @@
 //! queues, and the order in which a link ends.
 //!
 //! A frame is a 16-byte header (kind `u8`, three zero bytes, payload length `u32`, operation `u64`,
-//! little-endian) and its payload. The writing thread is the only one that copies out of our
-//! memory for the peer, the reading thread the only one that writes what the peer sent. A link
-//! ends in one place, [`Conn::finish`]: writer joined, gets answered, then the loss reported.
+//! little-endian) and its payload. The writing thread is the only one that hands our memory to the
+//! peer, the reading thread the only one that writes what the peer sent. A link ends in one place,
+//! [`Conn::finish`]: writer joined, gets answered, then the loss reported.
 
-use crate::copy::{Copied, guarded_read};
+mod incoming;
+mod outgoing;
+
 use crate::get::{Get, GetOutcome};
 use crate::id::{OpId, PeerId};
 use crate::link::Side;
@@ -15,12 +17,11 @@ use crate::transport::{
     Ended, EventSink, LostReason, REPORT_GETS, RegionOwner, Regions, TransportError,
     TransportEvent, no_peer,
 };
-use crate::wire::{
-    Extent, MAX_EXTENTS, MAX_MESSAGE_BYTES, ReadRequest, decode_read, encode_read, extents_bytes,
-};
+use crate::wire::{MAX_MESSAGE_BYTES, ReadRequest, encode_read, extents_bytes};
 use std::collections::{BTreeMap, VecDeque};
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, Read};
 use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -32,6 +33,7 @@ const READ: u8 = 2;
 const DATA: u8 = 3;
 const STALE: u8 = 4;
 const REFUSED: u8 = 5;
+const HELD: u8 = 6;
 /// Largest get.
 pub(crate) const GET_BYTES_MAX: u64 = 16 << 20;
 /// Bytes that may wait for one peer.
@@ -40,8 +42,6 @@ const QUEUE_BYTES_MAX: u64 = 64 << 20;
 const SERVING_MAX: usize = 4096;
 /// Links of one transport, half-open ones included.
 const LINKS_MAX: usize = 1024;
-/// What a link's writing thread keeps for its next frames.
-const BUFFER_BYTES_KEPT: usize = 4 << 20;
 /// Bytes read from the socket at a time.
 const CHUNK_BYTES: usize = 256 << 10;
 
@@ -66,25 +66,21 @@ impl Stream {
     }
 }
 
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(stream) => stream.as_fd(),
+            Self::Unix(stream) => stream.as_fd(),
+        }
+    }
+}
+
 impl Read for &Stream {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         match self {
             Stream::Tcp(stream) => (&mut &*stream).read(out),
             Stream::Unix(stream) => (&mut &*stream).read(out),
         }
-    }
-}
-
-impl Write for &Stream {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        match self {
-            Stream::Tcp(stream) => (&mut &*stream).write(bytes),
-            Stream::Unix(stream) => (&mut &*stream).write(bytes),
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
     }
 }
 
@@ -476,7 +472,7 @@ impl Links {
         let writing = Arc::clone(conn);
         let writer = thread::Builder::new()
             .name(String::from("pd-link-out"))
-            .spawn(move || write_frames(&links, &writing, &out));
+            .spawn(move || outgoing::write_frames(&links, &writing, &out));
         let writer = match writer {
             Ok(writer) => writer,
             Err(error) => {
@@ -487,7 +483,7 @@ impl Links {
         let address = lock(&conn.address).clone();
         // PD-T6
         (self.sink)(TransportEvent::PeerUp { peer: conn.peer, address, side: conn.side });
-        if let Err(why) = read_frames(self, conn, &stream) {
+        if let Err(why) = incoming::read_frames(self, conn, &stream) {
             conn.abort(why);
         }
         conn.finish(self, Some(writer), true);
@@ -502,98 +498,6 @@ fn header(kind: u8, len: usize, op: OpId) -> [u8; HEADER_BYTES] {
     bytes
 }
 
-/// Waits for frames and takes as many as go well into one write. None once the link has ended.
-fn next_frames(conn: &Conn) -> Option<Vec<Frame>> {
-    let mut outbox = lock(&conn.outbox);
-    loop {
-        if outbox.is_closed {
-            return None;
-        }
-        if !outbox.frames.is_empty() {
-            break;
-        }
-        outbox = conn.outbox_filled.wait(outbox).unwrap_or_else(PoisonError::into_inner);
-    }
-    let (mut frames, mut bytes) = (Vec::new(), 0);
-    while bytes < CHUNK_BYTES as u64 {
-        let Some(frame) = outbox.frames.pop_front() else { break };
-        bytes += match &frame {
-            Frame::Message(payload) | Frame::Read(_, payload) => payload.len() as u64,
-            Frame::Serve(_, request) => extents_bytes(&request.extents),
-        };
-        frames.push(frame);
-    }
-    Some(frames)
-}
-
-fn write_frames(links: &Links, conn: &Conn, stream: &Stream) {
-    let mut buffer = Vec::new();
-    while let Some(frames) = next_frames(conn) {
-        buffer.clear();
-        let (mut queued, mut served) = (0, 0);
-        for frame in frames {
-            let start = buffer.len();
-            match frame {
-                Frame::Message(message) => {
-                    buffer.extend_from_slice(&header(MESSAGE, message.len(), OpId(0)));
-                    buffer.extend_from_slice(&message);
-                    queued += buffer.len() - start;
-                }
-                Frame::Read(op, request) => {
-                    buffer.extend_from_slice(&header(READ, request.len(), op));
-                    buffer.extend_from_slice(&request);
-                    queued += buffer.len() - start;
-                }
-                Frame::Serve(op, request) => {
-                    serve(&links.regions, op, &request, &mut buffer);
-                    served += 1;
-                }
-            }
-        }
-        let mut out = stream;
-        if let Err(error) = out.write_all(&buffer) {
-            return conn.abort(lost(&error));
-        }
-        let mut outbox = lock(&conn.outbox);
-        outbox.bytes -= queued as u64;
-        outbox.serving -= served;
-        drop(outbox);
-        // A single large frame does not keep its memory for the life of the link; pages of usual
-        // sizes do, since memory that comes and goes costs more than their copy.
-        buffer.shrink_to(BUFFER_BYTES_KEPT);
-    }
-}
-
-/// Appends the answer to a read to `buffer`.
-fn serve(regions: &Regions, op: OpId, request: &ReadRequest, buffer: &mut Vec<u8>) {
-    let start = buffer.len();
-    let payload = start + HEADER_BYTES;
-    buffer.extend_from_slice(&[0; HEADER_BYTES]);
-    let source = regions.find(request.region);
-    let guards = regions.find(request.guard.region);
-    let copied = match (source, guards) {
-        (Some(source), Some(guards)) => {
-            guarded_read(&*source, &*guards, &request.extents, &request.guard, buffer)
-                .map_err(|error| error.to_string())
-        }
-        _ => Err(String::from("no such region")),
-    };
-    let kind = match copied {
-        Ok(Copied::Done) => DATA,
-        Ok(Copied::Stale) => {
-            buffer.truncate(payload);
-            STALE
-        }
-        Err(text) => {
-            buffer.truncate(payload);
-            buffer.extend_from_slice(text.as_bytes());
-            REFUSED
-        }
-    };
-    let head = header(kind, buffer.len() - payload, op);
-    buffer[start..payload].copy_from_slice(&head);
-}
-
 fn lost(error: &io::Error) -> LostReason {
     match error.kind() {
         io::ErrorKind::UnexpectedEof
@@ -602,152 +506,4 @@ fn lost(error: &io::Error) -> LostReason {
         | io::ErrorKind::ConnectionAborted => LostReason::Closed,
         _ => LostReason::Io(error.to_string()),
     }
-}
-
-/// Reads `len` bytes without trusting `len` for an allocation.
-fn read_bytes(reader: &mut impl Read, len: usize) -> Result<Vec<u8>, LostReason> {
-    let mut bytes = Vec::with_capacity(len.min(CHUNK_BYTES));
-    let got = reader.by_ref().take(len as u64).read_to_end(&mut bytes).map_err(|e| lost(&e))?;
-    if got == len { Ok(bytes) } else { Err(LostReason::Closed) }
-}
-
-/// What the reading thread of a link has at hand.
-struct Incoming<'a> {
-    links: &'a Links,
-    conn: &'a Conn,
-    reader: BufReader<&'a Stream>,
-    hash: Careful,
-    /// Answers that are not reported yet.
-    ended: Vec<Ended>,
-}
-
-fn read_frames(links: &Links, conn: &Conn, stream: &Stream) -> Result<(), LostReason> {
-    let reader = BufReader::with_capacity(CHUNK_BYTES, stream);
-    let mut incoming = Incoming { links, conn, reader, hash: links.hash(), ended: Vec::new() };
-    let why = loop {
-        if let Err(why) = incoming.frame() {
-            break why;
-        }
-    };
-    incoming.report();
-    Err(why)
-}
-
-impl Incoming<'_> {
-    fn frame(&mut self) -> Result<(), LostReason> {
-        let malformed = |text: String| Err(LostReason::Malformed(text));
-        // What has come is told before more is waited for.
-        if self.ended.len() >= REPORT_GETS || self.reader.buffer().len() < HEADER_BYTES {
-            self.report();
-        }
-        let mut head = [0; HEADER_BYTES];
-        self.reader.read_exact(&mut head).map_err(|error| lost(&error))?;
-        let [kind, a, b, c, l0, l1, l2, l3, op @ ..] = head;
-        let len = u32::from_le_bytes([l0, l1, l2, l3]) as usize;
-        let op = OpId(u64::from_le_bytes(op));
-        // PD-T9
-        if [a, b, c] != [0; 3] {
-            return malformed(String::from("reserved bytes are not zero"));
-        }
-        let is_serving = self.links.is_serving;
-        match kind {
-            MESSAGE if len <= MAX_MESSAGE_BYTES => {
-                let bytes = read_bytes(&mut self.reader, len)?;
-                self.report();
-                (self.links.sink)(TransportEvent::Message { peer: self.conn.peer, bytes });
-            }
-            READ if is_serving && len <= 256 => {
-                let bytes = read_bytes(&mut self.reader, len)?;
-                let request = decode_read(&bytes)
-                    .map_err(|error| LostReason::Malformed(error.to_string()))?;
-                queue_read(self.conn, op, request)?;
-            }
-            DATA if is_serving => {
-                let ended = self.receive(op, len)?;
-                self.ended.push(ended);
-            }
-            STALE if is_serving && len == 0 => {
-                take_pending(self.conn, op)?;
-                self.ended.push(Ended::without(op, GetOutcome::Stale));
-            }
-            REFUSED if is_serving && len <= 4096 => {
-                let bytes = read_bytes(&mut self.reader, len)?;
-                take_pending(self.conn, op)?;
-                let error = String::from_utf8_lossy(&bytes).into_owned();
-                self.ended.push(Ended::without(op, GetOutcome::Error(error)));
-            }
-            _ => return malformed(format!("kind {kind} with {len} bytes")),
-        }
-        Ok(())
-    }
-
-    fn report(&mut self) {
-        if !self.ended.is_empty() {
-            let (peer, gets) = (self.conn.peer, std::mem::take(&mut self.ended));
-            (self.links.sink)(TransportEvent::Ended { peer, gets });
-        }
-    }
-
-    /// Copies the payload of a `DATA` frame to the target of its get.
-    fn receive(&mut self, op: OpId, len: usize) -> Result<Ended, LostReason> {
-        let (target_region, target) = {
-            let pending = lock(&self.conn.pending);
-            let Some(get) = pending.gets.get(&op) else {
-                return Err(LostReason::Malformed(format!("data for {op}, which was not asked")));
-            };
-            (get.target_region, get.target)
-        };
-        let wanted = extents_bytes(&target);
-        let Some(memory) = self.links.regions.find(target_region).filter(|_| wanted == len as u64)
-        else {
-            let text = format!("{len} bytes for {op}, which wants {wanted}");
-            return Err(LostReason::Malformed(text));
-        };
-        self.hash.clear();
-        for &Extent { offset, len } in &target {
-            let mut written = 0;
-            while written < len as usize {
-                // Straight from what the socket gave.
-                let bytes = self.reader.fill_buf().map_err(|error| lost(&error))?;
-                if bytes.is_empty() {
-                    return Err(LostReason::Closed);
-                }
-                let part = &bytes[..bytes.len().min(len as usize - written)];
-                self.hash
-                    .write(&*memory, offset + written as u64, part)
-                    .map_err(|error| LostReason::Io(error.to_string()))?;
-                let part = part.len();
-                self.reader.consume(part);
-                written += part;
-            }
-        }
-        // PD-T2
-        // Removed only now: if the link breaks in the middle, its end answers the get.
-        take_pending(self.conn, op)?;
-        Ok(Ended::done(op, self.hash.finish()))
-    }
-}
-
-fn queue_read(conn: &Conn, op: OpId, request: ReadRequest) -> Result<(), LostReason> {
-    let bytes = extents_bytes(&request.extents);
-    let count = request.extents.len();
-    if bytes > GET_BYTES_MAX || count == 0 || count > MAX_EXTENTS {
-        return Err(LostReason::Malformed(format!("read of {bytes} bytes in {count} extents")));
-    }
-    let mut outbox = lock(&conn.outbox);
-    if outbox.serving >= SERVING_MAX {
-        return Err(LostReason::Malformed(format!("more than {SERVING_MAX} reads at once")));
-    }
-    outbox.serving += 1;
-    outbox.frames.push_back(Frame::Serve(op, request));
-    drop(outbox);
-    conn.outbox_filled.notify_one();
-    Ok(())
-}
-
-fn take_pending(conn: &Conn, op: OpId) -> Result<Get, LostReason> {
-    lock(&conn.pending)
-        .gets
-        .remove(&op)
-        .ok_or_else(|| LostReason::Malformed(format!("answer to {op}, which was not asked")))
 }

@@ -1,7 +1,8 @@
 //! The TCP transport: messages and pages over one socket per link.
 //!
-//! A get travels as a request; the writing thread of the source's link copies the page out under
-//! its guard and sends it. The fence is the end of that thread.
+//! A get travels as a request; the writing thread of the source's link hands the page to the kernel
+//! where it lies, between two looks at its guard word, and says what it saw in a frame behind it. The
+//! fence is the end of that thread.
 
 use crate::get::Get;
 use crate::id::{OpId, PeerId};
@@ -20,7 +21,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 /// First bytes of each side: the name and the version of the framing.
-const PREAMBLE: &[u8; 8] = b"PDTCP\0\0\x01";
+const PREAMBLE: &[u8; 8] = b"PDTCP\0\0\x02";
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 const PREAMBLE_TIMEOUT: Duration = Duration::from_secs(5);
 

@@ -1,21 +1,23 @@
 //! Peers that send nonsense, send nothing or read nothing: they lose their own link only.
 
 use crossbeam_channel::{Receiver, unbounded};
-use pd_transfer::id::PeerId;
+use pd_transfer::copy::{read, write};
+use pd_transfer::get::{Get, GetOutcome};
+use pd_transfer::id::{OpId, PeerId};
 use pd_transfer::shm::{SharedRegion, Shm};
 use pd_transfer::tcp::Tcp;
 use pd_transfer::testing::conformance::PATIENCE;
 use pd_transfer::transport::{
     HeapRegion, LostReason, RegionOwner, Transport, TransportEvent, TransportFactory,
 };
-use pd_transfer::wire::MAX_MESSAGE_BYTES;
+use pd_transfer::wire::{Extent, Guard, MAX_MESSAGE_BYTES, RegionId};
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 
-const PREAMBLE: &[u8; 8] = b"PDTCP\0\0\x01";
+const PREAMBLE: &[u8; 8] = b"PDTCP\0\0\x02";
 
 struct Victim {
     transport: Box<dyn Transport>,
@@ -89,6 +91,8 @@ fn malformed_frames_close_their_link_with_a_reason() {
         frame(3, 4, 7, &[0; 4]),
         frame(4, 0, 7, &[]),
         frame(5, 1, 7, b"x"),
+        frame(6, 0, 7, &[]),
+        frame(6, 1, 7, b"x"),
     ] {
         let (mut socket, _) = victim.raw();
         socket.write_all(&bad).unwrap();
@@ -120,6 +124,88 @@ fn a_message_cut_short_is_not_delivered() {
     socket.write_all(&frame(1, 100, 0, &[1; 99])).unwrap();
     drop(socket);
     assert_eq!(victim.lost(), LostReason::Closed);
+}
+
+/// A victim with a get of 8 bytes under way, and the source that it asked. The target holds ones.
+fn asked() -> (Victim, Arc<HeapRegion>, TcpStream, PeerId) {
+    let memory = HeapRegion::new(64);
+    write(&*memory, 0, &[1; 64]).unwrap();
+    let mut victim =
+        Victim::new(Tcp::factory(), "127.0.0.1:0", Arc::clone(&memory) as Arc<dyn RegionOwner>);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let peer = victim.transport.connect(&listener.local_addr().unwrap().to_string()).unwrap();
+    let (mut source, _) = listener.accept().unwrap();
+    source.write_all(PREAMBLE).unwrap();
+    source.read_exact(&mut [0; 8]).unwrap();
+    assert!(matches!(victim.next(), TransportEvent::PeerUp { .. }));
+    let place = Extent { offset: 8, len: 8 };
+    let get = Get {
+        op: OpId(7),
+        source_region: RegionId(0),
+        source: place.into(),
+        guard: Guard { region: RegionId(0), offset: 0, expect: 1 },
+        target_region: RegionId(0),
+        target: place.into(),
+    };
+    victim.transport.get(peer, get).unwrap();
+    let mut head = [0; 16];
+    source.read_exact(&mut head).unwrap();
+    assert_eq!((head[0], head[8]), (2, 7), "the get");
+    source.read_exact(&mut vec![0; usize::from(head[4])]).unwrap();
+    (victim, memory, source, peer)
+}
+
+impl Victim {
+    /// How the one get ended.
+    fn outcome(&self) -> GetOutcome {
+        match self.next() {
+            TransportEvent::Ended { gets, .. } => {
+                let [end] = &gets[..] else { panic!("{gets:?}") };
+                assert_eq!(end.op, OpId(7));
+                end.outcome.clone()
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+// PD-T3
+#[test]
+fn bytes_are_no_page_before_the_word_of_their_guard() {
+    for (word, outcome) in [(6, GetOutcome::Done), (4, GetOutcome::Stale)] {
+        let (victim, memory, mut source, _) = asked();
+        source.write_all(&frame(3, 8, 7, &[9; 8])).unwrap();
+        source.write_all(&frame(1, 2, 0, b"hi")).unwrap();
+        let next = victim.next();
+        assert!(matches!(next, TransportEvent::Message { .. }), "{next:?}");
+        source.write_all(&frame(word, 0, 7, &[])).unwrap();
+        assert_eq!(victim.outcome(), outcome);
+        let mut bytes = Vec::new();
+        read(&*memory, &Extent { offset: 0, len: 24 }, &mut bytes).unwrap();
+        assert_eq!(bytes, [[1; 8], [9; 8], [1; 8]].concat());
+        // The word counts once.
+        source.write_all(&frame(word, 0, 7, &[])).unwrap();
+        let why = victim.lost();
+        assert!(matches!(why, LostReason::Malformed(_)), "{why:?}");
+    }
+}
+
+// PD-T1
+#[test]
+fn a_get_whose_source_stops_half_way_is_lost_once_and_before_its_link() {
+    let whole = frame(3, 8, 7, &[9; 8]);
+    let half = &whole[..20];
+    let twice = [&whole[..], &whole[..]].concat();
+    let short = frame(3, 4, 7, &[9; 4]);
+    for said in [&[][..], half, &whole, &twice, &short] {
+        let (victim, _, mut source, _) = asked();
+        source.write_all(said).unwrap();
+        drop(source);
+        assert_eq!(victim.outcome(), GetOutcome::Lost, "after {said:?}");
+        let why = victim.lost();
+        let is_malformed = matches!(why, LostReason::Malformed(_));
+        assert_eq!(is_malformed, said.len() > whole.len() || said == short, "{why:?}");
+    }
 }
 
 // PD-T8

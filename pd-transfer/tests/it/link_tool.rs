@@ -151,7 +151,7 @@ fn another_transport_at_the_peer_is_named() {
 fn another_version_at_the_peer_is_named() {
     let mut envelope = encode(Incarnation([1; 16]), 0, &Message::Ping { n: 0 }).unwrap();
     envelope[4..8].copy_from_slice(&9_u32.to_le_bytes());
-    let mut answer = b"PDTCP\0\0\x01\x01\0\0\0".to_vec();
+    let mut answer = b"PDTCP\0\0\x02\x01\0\0\0".to_vec();
     answer.extend_from_slice(&(envelope.len() as u32).to_le_bytes());
     answer.extend_from_slice(&0_u64.to_le_bytes());
     answer.extend_from_slice(&envelope);

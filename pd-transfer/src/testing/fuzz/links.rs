@@ -16,7 +16,7 @@ use std::vec::Vec;
 
 /// Longest wait for a link to end; reaching it is a finding.
 const PATIENCE: Duration = Duration::from_secs(60);
-const TCP_PREAMBLE: &[u8; 8] = b"PDTCP\0\0\x01";
+const TCP_PREAMBLE: &[u8; 8] = b"PDTCP\0\0\x02";
 const SHM_PREAMBLE: &[u8; 8] = b"PDSHM\0\0\x01";
 const REGION_BYTES: usize = 4096;
 
@@ -140,6 +140,7 @@ pub(super) fn tcp_seeds(messages: &[Vec<u8>], read: &[u8]) -> Vec<Vec<u8>> {
         said(&[frame(2, 5, read), frame(2, 6, read)]),
         said(&[frame(3, 5, &[0; 64])]),
         said(&[frame(4, 5, &[]), frame(5, 6, b"no")]),
+        said(&[frame(3, 5, &[0; 64]), frame(6, 5, &[])]),
         // Lengths that lie.
         said(&[vec![1, 0, 0, 0, 0xFF, 0xFF, 0xFF, 0xFF, 0, 0, 0, 0, 0, 0, 0, 0]]),
         said(&[vec![1, 0, 0, 0, 0, 0, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, 0]]),
