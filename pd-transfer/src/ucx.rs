@@ -9,7 +9,7 @@
 //! regions. Those bytes are parsed by UCX without a length, so a peer is trusted to be one of ours.
 //!
 //! One thread per transport calls UCX. A get copies straight into its target and is checked with
-//! the guard word before and after, see `ucx/job.rs`. When a link ends, its endpoint is closed by force
+//! the guard word behind it, see `ucx/job.rs`. When a link ends, its endpoint is closed by force
 //! and every request has completed before the loss is reported; memory is unmapped at the very end.
 //!
 //! Endpoints are of the kind that reports a lost peer, because only those can be closed by force.
@@ -46,9 +46,9 @@ use std::time::Duration;
 pub use sys::Version;
 pub use totals::{Totals, UcxCounters};
 
-/// Bytes that are fetched together, unless a page alone is larger: what landed is digested while it
-/// is in the second-level cache.
-const BATCH_BYTES: u64 = 256 << 10;
+/// Bytes that are fetched together, unless a page alone is larger. Fewer make more events, each of
+/// which wakes the driver's thread.
+const BATCH_BYTES: u64 = 1 << 20;
 const GREET_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why UCX can't be used.

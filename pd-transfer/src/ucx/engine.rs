@@ -3,7 +3,7 @@
 
 use super::UcxError;
 use super::hello::Card;
-use super::job::{Batch, End, Next, WORDS_BYTES};
+use super::job::{Batch, End, Next, RUNS_MAX, WORDS_BYTES};
 use super::raw::{Event, NotBegun, RemoteRegion, Ucp};
 use super::sys::{Api, Version};
 use super::totals::Totals;
@@ -25,9 +25,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// Batches under way at once, over all peers. With several, the guard words of one are fetched
-/// while the data of another moves.
-const BATCHES_MAX: usize = 16;
+/// Batches under way at once, over all peers, and those of them whose data is under way. The others
+/// wait for their guard words, and nothing stands still meanwhile.
+const BATCHES_MAX: usize = 32;
+const MOVING_MAX: usize = 8;
 /// Commands taken before UCX gets its turn.
 const COMMANDS_AT_ONCE: usize = 64;
 /// Turns without anything to do before the thread lets others run between turns, and before it
@@ -41,8 +42,10 @@ const SLEEP_BUSY_MAX: Duration = Duration::from_millis(10);
 /// Mapped memory 0 of both sides holds guard words that landed, by batch; region `n` of the transport is
 /// `n + 1`.
 const WORDS: usize = 0;
+/// A slot has so many tokens: one for its guard words, then one for each run.
+const TOKENS: usize = 1 + RUNS_MAX;
 /// Tokens from here on are of the first get of the peer with the rest as its number.
-const FIRST_GETS: usize = BATCHES_MAX;
+const FIRST_GETS: usize = BATCHES_MAX * TOKENS;
 /// How long the first get of a link may take.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -327,7 +330,9 @@ impl Turn {
 
     fn begin_batches(&mut self) -> bool {
         let mut has_begun = false;
-        while !self.free.is_empty()
+        while !self.waiting.is_empty()
+            && !self.free.is_empty()
+            && self.moving() < MOVING_MAX
             && let Some((conn, gets)) = self.waiting.pop_front()
         {
             if conn.has_ended() {
@@ -352,6 +357,11 @@ impl Turn {
             has_begun = true;
         }
         has_begun
+    }
+
+    /// Batches whose data is under way.
+    fn moving(&self) -> usize {
+        self.batches.iter().flatten().filter(|running| running.batch.is_moving()).count()
     }
 
     /// Whether the peer has what a get names.
@@ -384,14 +394,17 @@ impl Turn {
                     let _ = answer.send(error.map_or(Ok(()), |text| Err(first_get(text))));
                 }
             }
-            Event::Got { token: slot, error } => {
-                if let Some(running) = self.batches.get_mut(slot).and_then(Option::as_mut) {
-                    match error {
-                        None => running.batch.handle_landed(),
-                        Some(error) => running.lost(&error),
+            Event::Got { token, error } => {
+                let slot = token / TOKENS;
+                match error {
+                    None => self.landed(token),
+                    Some(error) => {
+                        if let Some(running) = &mut self.batches[slot] {
+                            running.lost(&error);
+                        }
                     }
-                    self.advance(slot);
                 }
+                self.advance(slot);
             }
             Event::Broken { endpoint, error } => {
                 if let Some(peer) = self.peers.get(&PeerId(endpoint)) {
@@ -408,6 +421,21 @@ impl Turn {
         }
     }
 
+    /// A transfer of a batch ended well.
+    fn landed(&mut self, token: usize) {
+        let Self { batches, hash, regions, .. } = self;
+        let Some(Running { batch, .. }) = &mut batches[token / TOKENS] else { return };
+        let digest = |get: &Get| {
+            let region = regions.get(get.target_region.0 as usize);
+            let is_read = region.is_some_and(|region| hash.read(&**region, &get.target).is_ok());
+            hash.finish().filter(|_| is_read)
+        };
+        match (token % TOKENS).checked_sub(1) {
+            Some(run) => batch.handle_run(run, digest),
+            None => batch.handle_words(),
+        }
+    }
+
     /// Begins whatever the batch in `slot` can do now, and answers it if it is over.
     fn advance(&mut self, slot: usize) {
         let words_at = slot as u64 * WORDS_BYTES;
@@ -416,24 +444,25 @@ impl Turn {
             let words = &*self.words;
             let next = running.batch.poll_next(|at| words.load(words_at + at).unwrap_or_default());
             let region = |region: crate::wire::RegionId| WORDS + 1 + region.0 as usize;
-            let (source, target, bytes) = match next {
+            let token = slot * TOKENS;
+            let (token, source, target, bytes) = match next {
                 Next::Wait => return,
                 Next::Over => return self.answer(slot),
                 Next::Words(span) => {
                     let source = (region(span.region), span.offset);
-                    (source, (WORDS, words_at + span.at), span.bytes)
+                    (token, source, (WORDS, words_at + span.at), span.bytes)
                 }
-                Next::Data(run) => {
+                Next::Data(number, run) => {
                     let source = (region(run.source_region), run.source);
-                    (source, (region(run.target_region), run.target), run.bytes)
+                    (token + 1 + number, source, (region(run.target_region), run.target), run.bytes)
                 }
             };
-            match self.ucp.get(running.conn.peer.0, source, target, bytes, slot) {
+            match self.ucp.get(running.conn.peer.0, source, target, bytes, token) {
                 Ok(is_done) => {
                     Totals::add(&self.outputs.totals.posts, 1);
                     Totals::add(&self.outputs.totals.bytes_posted, bytes);
                     if is_done {
-                        running.batch.handle_landed();
+                        self.landed(token);
                     }
                 }
                 Err(NotBegun::Refused(text)) => running.batch.handle_refused(&text),
@@ -446,21 +475,13 @@ impl Turn {
         let Some(Running { conn, batch }) = self.batches[slot].take() else { return };
         self.free.push(slot);
         let mut gets = Vec::new();
-        for (get, end) in batch.into_ends() {
-            let outcome = match end {
-                End::Done => {
-                    let region = self.regions.get(get.target_region.0 as usize);
-                    let is_read =
-                        region.is_some_and(|region| self.hash.read(&**region, &get.target).is_ok());
-                    let digest = self.hash.finish().filter(|_| is_read);
-                    gets.push(Ended::done(get.op, digest));
-                    continue;
-                }
-                End::Stale => GetOutcome::Stale,
-                End::Failed(error) => GetOutcome::Error(error),
-                End::Lost => GetOutcome::Lost,
-            };
-            gets.push(Ended::without(get.op, outcome));
+        for (get, end, digest) in batch.into_ends() {
+            gets.push(match end {
+                End::Done => Ended::done(get.op, digest),
+                End::Stale => Ended::without(get.op, GetOutcome::Stale),
+                End::Failed(error) => Ended::without(get.op, GetOutcome::Error(error)),
+                End::Lost => Ended::without(get.op, GetOutcome::Lost),
+            });
         }
         self.report(&conn, gets);
     }

@@ -1,19 +1,21 @@
-//! Gets of one link as a machine without UCX: guard words, data, guard words again, each step after
-//! the one before has ended for all of them.
+//! Gets of one link as a machine without UCX: data, and when all of it has landed, guard words.
 //!
-//! Completions of a transport may come in any order, so order is made by waiting: the data is asked
-//! for when the first guard words have landed, the second guard words when the last byte of data
-//! has landed. A page that was given away meanwhile has changed its word before its bytes.
+//! Completions of a transport may come in any order, so order is made by waiting: the guard words
+//! are asked for when the last byte of data has landed. A page that was given away before or
+//! meanwhile has changed its word before its bytes, and no word takes a value twice, so one look
+//! says it of both. A page is digested as soon as its own bytes are there, while a cache has them.
 //!
 //! What lies together is asked for together: guard words with little between them, and pages that
 //! follow each other at the source and at the target.
 
-use crate::get::Get;
+use crate::get::{Digest, Get};
 use crate::transport::REPORT_GETS;
-use crate::wire::RegionId;
+use crate::wire::{MAX_EXTENTS, RegionId};
 
 /// Transfers of one batch that are under way at once.
-const POSTS_MAX: usize = 32;
+const POSTS_MAX: usize = 64;
+/// Transfers that a batch may consist of, guard words aside.
+pub(super) const RUNS_MAX: usize = REPORT_GETS * MAX_EXTENTS;
 /// Guard words with so many bytes between their starts are fetched in one transfer.
 const WORD_GAP: u64 = 64;
 /// Room for the guard words of one batch.
@@ -29,6 +31,9 @@ pub(super) struct Run {
     pub(super) target_region: RegionId,
     pub(super) target: u64,
     pub(super) bytes: u64,
+    /// The entries that have bytes in it.
+    first: usize,
+    last: usize,
 }
 
 impl Run {
@@ -42,10 +47,11 @@ impl Run {
     }
 }
 
-/// The runs of gets, in their order.
-pub(super) fn coalesce<'a>(gets: impl IntoIterator<Item = &'a Get>) -> Vec<Run> {
+/// The runs of the entries that have not ended, in their order; counts in each entry how many.
+fn coalesce(entries: &mut [Entry]) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
-    for get in gets {
+    for (n, entry) in entries.iter_mut().enumerate().filter(|(_, entry)| entry.end.is_none()) {
+        let get = entry.get;
         for (from, to) in get.source.iter().zip(&get.target) {
             let next = Run {
                 source_region: get.source_region,
@@ -53,10 +59,20 @@ pub(super) fn coalesce<'a>(gets: impl IntoIterator<Item = &'a Get>) -> Vec<Run> 
                 target_region: get.target_region,
                 target: to.offset,
                 bytes: u64::from(from.len),
+                first: n,
+                last: n,
             };
             match runs.last_mut() {
-                Some(run) if run.takes(&next) => run.bytes += next.bytes,
-                _ => runs.push(next),
+                Some(run) if run.takes(&next) => {
+                    run.bytes += next.bytes;
+                    // Two extents of one page in one run count once.
+                    entry.missing += u32::from(run.last != n);
+                    run.last = n;
+                }
+                _ => {
+                    runs.push(next);
+                    entry.missing += 1;
+                }
             }
         }
     }
@@ -89,8 +105,8 @@ pub(super) enum End {
 pub(super) enum Next {
     /// Fetch guard words.
     Words(Span),
-    /// Fetch a run.
-    Data(Run),
+    /// Fetch the run of this number.
+    Data(usize, Run),
     /// Nothing until a transfer ends.
     Wait,
     /// No transfer is under way, and none follows.
@@ -99,9 +115,8 @@ pub(super) enum Next {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    Before,
     Data,
-    After,
+    Words,
     Over,
 }
 
@@ -110,6 +125,9 @@ struct Entry {
     get: Get,
     /// Where its guard word lands in the words of the batch.
     word_at: u64,
+    /// Runs that have not landed.
+    missing: u32,
+    digest: Option<Digest>,
     end: Option<End>,
 }
 
@@ -131,25 +149,30 @@ pub(super) struct Batch {
 impl Batch {
     /// At most [`REPORT_GETS`] gets; those that `check` does not take end without a transfer.
     pub(super) fn new(gets: Vec<Get>, check: impl Fn(&Get) -> Result<(), String>) -> Self {
-        let mut entries: Vec<Entry> = gets
-            .into_iter()
-            .map(|get| Entry { end: check(&get).err().map(End::Failed), get, word_at: 0 })
-            .collect();
-        let spans = spans(&mut entries);
-        let (stage, runs) = (Stage::Before, Vec::new());
+        let entry = |get: Get| Entry {
+            end: check(&get).err().map(End::Failed),
+            get,
+            word_at: 0,
+            missing: 0,
+            digest: None,
+        };
+        let mut entries: Vec<Entry> = gets.into_iter().map(entry).collect();
+        let (spans, runs) = (spans(&mut entries), coalesce(&mut entries));
+        let stage = if runs.is_empty() { Stage::Over } else { Stage::Data };
         Self { entries, spans, runs, stage, next: 0, open: 0, rest: None }
     }
 
     /// What to do next; `word` reads a word that landed. A returned transfer counts as under way
-    /// until [`Self::handle_landed`], [`Self::handle_refused`] or [`Self::handle_lost`].
+    /// until [`Self::handle_words`], [`Self::handle_run`], [`Self::handle_refused`] or
+    /// [`Self::handle_lost`].
     pub(super) fn poll_next(&mut self, word: impl Fn(u64) -> u64) -> Next {
         loop {
             if self.rest.is_some() {
                 return if self.open > 0 { Next::Wait } else { Next::Over };
             }
             let waiting = match self.stage {
-                Stage::Before | Stage::After => self.spans.get(self.next).copied().map(Next::Words),
-                Stage::Data => self.runs.get(self.next).copied().map(Next::Data),
+                Stage::Data => self.runs.get(self.next).map(|run| Next::Data(self.next, *run)),
+                Stage::Words => self.spans.get(self.next).copied().map(Next::Words),
                 Stage::Over => return Next::Over,
             };
             match waiting {
@@ -165,30 +188,45 @@ impl Batch {
         }
     }
 
+    /// Whether data is under way.
+    pub(super) fn is_moving(&self) -> bool {
+        self.stage == Stage::Data
+    }
+
     /// Everything of a stage has landed.
     fn step(&mut self, word: impl Fn(u64) -> u64) {
         self.next = 0;
-        if self.stage != Stage::Data {
-            for entry in self.entries.iter_mut().filter(|entry| entry.end.is_none()) {
-                if word(entry.word_at) != entry.get.guard.expect {
-                    entry.end = Some(End::Stale);
-                }
-            }
-        }
         self.stage = match self.stage {
-            Stage::Before => {
-                let live = self.entries.iter().filter(|entry| entry.end.is_none());
-                self.runs = coalesce(live.map(|entry| &entry.get));
-                if self.runs.is_empty() { Stage::Over } else { Stage::Data }
+            Stage::Data => Stage::Words,
+            Stage::Words | Stage::Over => {
+                for entry in self.entries.iter_mut().filter(|entry| entry.end.is_none()) {
+                    let holds = word(entry.word_at) == entry.get.guard.expect;
+                    entry.end = Some(if holds { End::Done } else { End::Stale });
+                }
+                Stage::Over
             }
-            Stage::Data => Stage::After,
-            Stage::After | Stage::Over => Stage::Over,
         };
     }
 
-    /// A transfer ended well.
-    pub(super) fn handle_landed(&mut self) {
+    /// Guard words landed.
+    pub(super) fn handle_words(&mut self) {
         self.open -= 1;
+    }
+
+    /// A run landed; `digest` is asked for each page that is whole now.
+    pub(super) fn handle_run(
+        &mut self,
+        number: usize,
+        mut digest: impl FnMut(&Get) -> Option<Digest>,
+    ) {
+        self.open -= 1;
+        let Some(&Run { first, last, .. }) = self.runs.get(number) else { return };
+        for entry in self.entries[first..=last].iter_mut().filter(|entry| entry.end.is_none()) {
+            entry.missing -= 1;
+            if entry.missing == 0 {
+                entry.digest = digest(&entry.get);
+            }
+        }
     }
 
     /// The transfer polled last was not begun, and the link is none the worse. What it was for
@@ -204,12 +242,14 @@ impl Batch {
         self.rest = Some(End::Lost);
     }
 
-    /// How the gets ended, once it is over.
-    pub(super) fn into_ends(self) -> impl Iterator<Item = (Get, End)> {
-        let rest = self.rest.unwrap_or(End::Done);
+    /// How the gets ended, once it is over, with the digests of those that are done.
+    pub(super) fn into_ends(self) -> impl Iterator<Item = (Get, End, Option<Digest>)> {
+        // Without a reason to stop, each entry has an end.
+        let rest = self.rest.unwrap_or(End::Lost);
         self.entries.into_iter().map(move |entry| {
             let end = entry.end.unwrap_or_else(|| rest.clone());
-            (entry.get, end)
+            let digest = entry.digest.filter(|_| end == End::Done);
+            (entry.get, end, digest)
         })
     }
 }
@@ -266,33 +306,42 @@ mod tests {
     }
 
     fn ends(batch: Batch) -> Vec<(u64, End)> {
-        batch.into_ends().map(|(get, end)| (get.op.0, end)).collect()
+        batch.into_ends().map(|(get, end, _)| (get.op.0, end)).collect()
+    }
+
+    fn runs(gets: &[Get]) -> Vec<Run> {
+        batch(gets.to_vec()).runs
+    }
+
+    /// A run landed; which pages were digested.
+    fn landed(batch: &mut Batch, run: usize) -> Vec<u64> {
+        let mut whole = Vec::new();
+        batch.handle_run(run, |get| {
+            whole.push(get.op.0);
+            Some([get.op.0 as u8; 16])
+        });
+        whole
     }
 
     #[test]
     fn neighbours_on_both_sides_become_one_run() {
-        let run = |source, target, bytes| Run {
-            source_region: RegionId(0),
-            source,
-            target_region: RegionId(0),
-            target,
-            bytes,
-        };
         let gets = [
             get(0, 0, &[(0, 100, 8), (8, 108, 8)]),
             get(1, 0, &[(16, 200, 8)]),
             get(2, 0, &[(30, 208, 8), (38, 216, 2)]),
             get(3, 0, &[(40, 218, 4)]),
         ];
-        assert_eq!(coalesce(&gets), [run(0, 100, 16), run(16, 200, 8), run(30, 208, 14)]);
-        assert_eq!(coalesce(&[get(0, 0, &[(8, 8, 8), (0, 0, 8)])]).len(), 2, "order is kept");
+        let found: Vec<_> =
+            runs(&gets).iter().map(|r| (r.source, r.target, r.bytes, r.first, r.last)).collect();
+        assert_eq!(found, [(0, 100, 16, 0, 0), (16, 200, 8, 1, 1), (30, 208, 14, 2, 3)]);
+        assert_eq!(runs(&[get(0, 0, &[(8, 8, 8), (0, 0, 8)])]).len(), 2, "order is kept");
         let end = get(0, 0, &[(u64::MAX - 3, 0, 8), (4, 8, 8)]);
-        assert_eq!(coalesce(&[end]).len(), 2, "no wrap-around");
+        assert_eq!(runs(&[end]).len(), 2, "no wrap-around");
         let mut elsewhere = get(1, 0, &[(8, 8, 8)]);
         elsewhere.target_region = RegionId(1);
-        assert_eq!(coalesce(&[get(0, 0, &[(0, 0, 8)]), elsewhere]).len(), 2);
+        assert_eq!(runs(&[get(0, 0, &[(0, 0, 8)]), elsewhere]).len(), 2);
         let long: Vec<Get> = (0..5).map(|n| get(n, 0, &[(n << 20, n << 20, 1 << 20)])).collect();
-        assert_eq!(coalesce(&long).iter().map(|r| r.bytes >> 20).collect::<Vec<_>>(), [4, 1]);
+        assert_eq!(runs(&long).iter().map(|r| r.bytes >> 20).collect::<Vec<_>>(), [4, 1]);
     }
 
     #[test]
@@ -315,88 +364,107 @@ mod tests {
     }
 
     #[test]
-    fn each_stage_waits_for_the_one_before() {
+    fn a_page_is_digested_when_its_last_byte_is_there() {
+        // The second page has a part in the first run and one in the second.
+        let mut batch = batch(vec![
+            get(1, 0, &[(0, 0, 8)]),
+            get(2, 0, &[(8, 8, 8), (100, 100, 8)]),
+            get(3, 0, &[(108, 108, 8), (116, 116, 8)]),
+            get(4, 0, &[(300, 300, 8)]),
+        ]);
+        assert_eq!(batch.runs.len(), 3);
+        for number in 0..3 {
+            assert!(matches!(batch.poll_next(|_| 0), Next::Data(run, _) if run == number));
+        }
+        assert_eq!(landed(&mut batch, 2), [4], "in the order of the transport");
+        assert_eq!(landed(&mut batch, 0), [1]);
+        assert_eq!(batch.poll_next(|_| 0), Next::Wait);
+        assert_eq!(landed(&mut batch, 1), [2, 3]);
+        assert!(matches!(batch.poll_next(|_| 0), Next::Words(_)));
+        batch.handle_words();
+        assert_eq!(batch.poll_next(|_| 7), Next::Over);
+        for (get, end, digest) in batch.into_ends() {
+            assert_eq!((end, digest), (End::Done, Some([get.op.0 as u8; 16])));
+        }
+    }
+
+    // PD-T3
+    #[test]
+    fn words_are_asked_for_when_all_data_has_landed() {
         let mut batch = batch(vec![get(1, 0, &[(0, 0, 8)]), get(2, 800, &[(16, 16, 8)])]);
+        assert!(matches!(batch.poll_next(|_| 7), Next::Data(0, run) if run.source == 0));
+        assert!(matches!(batch.poll_next(|_| 7), Next::Data(1, run) if run.source == 16));
+        assert_eq!(batch.poll_next(|_| 7), Next::Wait, "no data has landed yet");
+        landed(&mut batch, 1);
+        assert_eq!(batch.poll_next(|_| 7), Next::Wait, "one run is under way");
+        landed(&mut batch, 0);
         assert!(matches!(batch.poll_next(|_| 0), Next::Words(span) if span.offset == 0));
         assert!(matches!(batch.poll_next(|_| 0), Next::Words(span) if span.offset == 800));
         assert_eq!(batch.poll_next(|_| 7), Next::Wait, "no word has landed yet");
-        batch.handle_landed();
+        batch.handle_words();
         assert_eq!(batch.poll_next(|_| 7), Next::Wait, "one has not");
-        batch.handle_landed();
-        assert!(matches!(batch.poll_next(|_| 7), Next::Data(run) if run.source == 0));
-        assert!(matches!(batch.poll_next(|_| 7), Next::Data(run) if run.source == 16));
-        batch.handle_landed();
-        assert_eq!(batch.poll_next(|_| 7), Next::Wait, "one run is under way");
-        batch.handle_landed();
-        for _ in 0..2 {
-            assert!(matches!(batch.poll_next(|_| 7), Next::Words(_)));
-        }
-        assert_eq!(batch.poll_next(|_| 7), Next::Wait);
-        batch.handle_landed();
-        batch.handle_landed();
+        batch.handle_words();
         assert_eq!(batch.poll_next(|_| 7), Next::Over);
         assert_eq!(ends(batch), [(1, End::Done), (2, End::Done)]);
     }
 
+    // PD-T3
     #[test]
-    fn a_word_that_differs_before_or_after_is_stale_for_its_page_alone() {
-        let words = |first, second| move |at| if at == 0 { first } else { second };
+    fn a_word_that_differs_is_stale_for_its_page_alone() {
         let mut batch = batch(vec![get(1, 0, &[(0, 0, 8)]), get(2, 8, &[(16, 16, 8)])]);
-        assert!(matches!(batch.poll_next(words(0, 0)), Next::Words(_)));
-        batch.handle_landed();
-        assert!(matches!(batch.poll_next(words(8, 7)), Next::Data(run) if run.source == 16));
-        assert_eq!(batch.poll_next(words(7, 7)), Next::Wait, "the stale page is not read");
-        batch.handle_landed();
-        assert!(matches!(batch.poll_next(words(7, 7)), Next::Words(_)));
-        batch.handle_landed();
-        assert_eq!(batch.poll_next(words(7, 6)), Next::Over);
-        assert_eq!(ends(batch), [(1, End::Stale), (2, End::Stale)]);
+        for number in 0..2 {
+            assert!(matches!(batch.poll_next(|_| 0), Next::Data(run, _) if run == number));
+            landed(&mut batch, number);
+        }
+        assert!(matches!(batch.poll_next(|_| 0), Next::Words(_)));
+        batch.handle_words();
+        assert_eq!(batch.poll_next(|at| if at == 0 { 8 } else { 7 }), Next::Over);
+        let ends: Vec<_> = batch.into_ends().map(|(_, end, digest)| (end, digest)).collect();
+        assert_eq!(ends, [(End::Stale, None), (End::Done, Some([2; 16]))]);
     }
 
     #[test]
     fn a_get_that_can_not_be_is_left_out() {
-        let gets = vec![get(1, 0, &[(0, 0, 8)]), get(2, 1, &[(16, 16, 8)])];
-        let mut batch = Batch::new(gets, |get| {
+        let gets = vec![get(1, 0, &[(0, 0, 8)]), get(2, 1, &[(8, 8, 8)]), get(3, 0, &[(8, 8, 8)])];
+        let check = |get: &Get| {
             if get.guard.offset == 1 { Err(String::from("misaligned")) } else { Ok(()) }
-        });
-        for _ in 0..3 {
-            let next = batch.poll_next(|_| 7);
-            assert!(matches!(next, Next::Words(_) | Next::Data(_)), "{next:?}");
-            batch.handle_landed();
-        }
+        };
+        let mut batch = Batch::new(gets, check);
+        assert!(matches!(batch.poll_next(|_| 7), Next::Data(0, run) if run.bytes == 16));
+        assert_eq!(landed(&mut batch, 0), [1, 3]);
+        assert!(matches!(batch.poll_next(|_| 7), Next::Words(_)));
+        batch.handle_words();
         assert_eq!(batch.poll_next(|_| 7), Next::Over);
-        assert_eq!(ends(batch), [(1, End::Done), (2, End::Failed("misaligned".into()))]);
+        let failed = End::Failed("misaligned".into());
+        assert_eq!(ends(batch), [(1, End::Done), (2, failed), (3, End::Done)]);
         let mut none = Batch::new(vec![get(3, 0, &[(0, 0, 8)])], |_| Err(String::from("no")));
         assert_eq!(none.poll_next(|_| 7), Next::Over);
     }
 
+    // PD-T1
     #[test]
     fn an_error_is_answered_when_nothing_is_under_way_any_more() {
         let gets = |count| (0..count).map(|n| get(n, 0, &[(n * 16, n * 16, 8)])).collect();
-        let mut lost = batch(gets(40));
-        assert!(matches!(lost.poll_next(|_| 7), Next::Words(_)));
-        lost.handle_landed();
+        let mut lost = batch(gets(REPORT_GETS as u64));
         for _ in 0..POSTS_MAX {
-            assert!(matches!(lost.poll_next(|_| 7), Next::Data(_)));
+            assert!(matches!(lost.poll_next(|_| 7), Next::Data(..)));
         }
         assert_eq!(lost.poll_next(|_| 7), Next::Wait, "no more at once");
         for _ in 1..POSTS_MAX {
             lost.handle_lost();
             assert_eq!(lost.poll_next(|_| 7), Next::Wait);
         }
-        lost.handle_landed();
+        landed(&mut lost, 0);
         assert_eq!(lost.poll_next(|_| 7), Next::Over);
-        assert!(lost.into_ends().all(|(_, end)| end == End::Lost));
+        assert!(lost.into_ends().all(|(_, end, digest)| end == End::Lost && digest.is_none()));
 
         let mut refused = batch(gets(3));
-        assert!(matches!(refused.poll_next(|_| 7), Next::Words(_)));
-        refused.handle_landed();
-        assert!(matches!(refused.poll_next(|_| 7), Next::Data(_)));
-        assert!(matches!(refused.poll_next(|_| 7), Next::Data(_)));
+        assert!(matches!(refused.poll_next(|_| 7), Next::Data(..)));
+        assert!(matches!(refused.poll_next(|_| 7), Next::Data(..)));
         refused.handle_refused("no");
         assert_eq!(refused.poll_next(|_| 7), Next::Wait, "the first is under way");
-        refused.handle_landed();
+        landed(&mut refused, 0);
         assert_eq!(refused.poll_next(|_| 7), Next::Over);
-        assert!(refused.into_ends().all(|(_, end)| end == End::Failed("no".into())));
+        assert!(refused.into_ends().all(|(_, end, _)| end == End::Failed("no".into())));
     }
 }
