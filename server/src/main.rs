@@ -93,6 +93,11 @@ fn run_worker(args: &ServeArgs) -> anyhow::Result<()> {
         ..HttpConfig::default()
     };
     let app = http::router(engine, node.tokenizer(), config);
+    // A signal that comes as soon as the line below is read is heard.
+    let signalled = {
+        let _context = runtime.enter();
+        terminated()
+    };
     say(&format!("{} is ready on http://{address} ({})", info.model_id, node.summary()));
     if let Some(bootstrap) = node.bootstrap() {
         say(&format!("decode workers connect to {bootstrap}"));
@@ -107,7 +112,7 @@ fn run_worker(args: &ServeArgs) -> anyhow::Result<()> {
     let draining = node.engine();
     let seconds = args.drain_timeout;
     let stop = async move {
-        terminated().await;
+        signalled.await;
         draining.drain();
         let open = draining.open_requests();
         tracing::info!(open, seconds, "draining: no new requests, the running ones may end");
@@ -138,8 +143,10 @@ fn run_router(args: &RouterArgs) -> anyhow::Result<()> {
         let app = router::app(config)?;
         let listener = listen(&args.host, args.port).await?;
         let address = listener.local_addr().context("read the port that was given")?;
+        // A signal that comes as soon as the line below is read is heard.
+        let stop = terminated();
         say(&format!("router is ready on http://{address} ({} workers)", args.workers.len()));
-        serve(listener, app, terminated(), ROUTER_DRAIN).await;
+        serve(listener, app, stop, ROUTER_DRAIN).await;
         Ok(())
     })
 }
@@ -192,20 +199,22 @@ fn abort_on_panic() {
     }));
 }
 
-/// Resolves at SIGTERM or SIGINT.
-async fn terminated() {
+/// Resolves at SIGTERM or SIGINT. Signals are heard from the call on, which needs a runtime.
+fn terminated() -> impl Future<Output = ()> + Send + 'static {
     use tokio::signal::unix::{SignalKind, signal};
     let (term, int) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
-    match (term, int) {
-        (Ok(mut term), Ok(mut int)) => {
-            tokio::select! {
-                _ = term.recv() => {}
-                _ = int.recv() => {}
+    async {
+        match (term, int) {
+            (Ok(mut term), Ok(mut int)) => {
+                tokio::select! {
+                    _ = term.recv() => {}
+                    _ = int.recv() => {}
+                }
             }
-        }
-        (Err(error), _) | (_, Err(error)) => {
-            tracing::error!(%error, "signals cannot be heard; stop the process with SIGKILL");
-            std::future::pending::<()>().await;
+            (Err(error), _) | (_, Err(error)) => {
+                tracing::error!(%error, "signals cannot be heard; stop the process with SIGKILL");
+                std::future::pending::<()>().await;
+            }
         }
     }
 }

@@ -82,7 +82,8 @@ impl Cluster {
                 server.process.kill();
             } else {
                 server.process.terminate();
-                assert!(server.process.wait_exit().success(), "a stop in good order");
+                let status = server.process.wait_exit();
+                assert!(status.success(), "a stop in good order ends with {status}");
             }
             server.restart();
         });
