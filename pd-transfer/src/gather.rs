@@ -35,9 +35,6 @@ enum Piece {
     Memory(libc::iovec),
 }
 
-// SAFETY: the address is only handed to the kernel, and the region is kept mapped by `Gather`.
-unsafe impl Send for Piece {}
-
 /// A page on its way out.
 struct Page {
     name: u64,
@@ -170,8 +167,9 @@ impl Gather {
     }
 }
 
-/// Makes a call with flags until it is not interrupted. If it is `eager`, it looks for `ready` again
-/// and again for a little before it sleeps: to be woken takes longer than most waits.
+/// Makes a call with flags until it is not interrupted. With something that the socket has to be
+/// `ready` for, it looks for that again and again for a little before it sleeps: to be woken takes
+/// longer than most waits.
 fn insist(
     socket: BorrowedFd<'_>,
     ready: Option<PollFlags>,

@@ -218,3 +218,23 @@ fn terminated() -> impl Future<Output = ()> + Send + 'static {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::process::{Signal, getpid, kill_process};
+
+    #[test]
+    fn a_signal_between_the_call_and_the_first_look_is_heard() {
+        let runtime = runtime().unwrap();
+        let signalled = {
+            let _context = runtime.enter();
+            terminated()
+        };
+        // Ends this process if nobody listens yet.
+        kill_process(getpid(), Signal::TERM).unwrap();
+        runtime.block_on(async {
+            tokio::time::timeout(Duration::from_secs(30), signalled).await.expect("it was heard");
+        });
+    }
+}

@@ -4,6 +4,7 @@
 mod names;
 pub(crate) mod node;
 pub(crate) mod search;
+mod view;
 mod wide;
 
 use node::Property;

@@ -5,6 +5,7 @@ use crate::fake::{
     CACHED_TOKENS, CONTEXT, PROMPT_TOKENS, Plan, Server, TOKENIZER, logprob, output, small_tokens,
     token, tokens,
 };
+use crate::streams::begun;
 use axum::http::{Method, StatusCode};
 use dsv4_server::engine::{FinishReason, Health, SubmitError};
 use serde_json::{Value, json};
@@ -342,13 +343,7 @@ async fn a_request_that_runs_is_not_cut_off_by_the_wait_for_heads() {
         config.keep_alive = Duration::from_millis(200);
     })
     .await;
-    server.plan(Plan::Manual);
-    let request = with(chat(), &json!({"stream": true}));
-    let client = server.client.clone();
-    let asking = tokio::spawn(async move { client.stream(CHAT, &request).await });
-    let open = server.open().await;
-    open.events.send(token(small_tokens("a")[0])).unwrap();
-    let mut stream = asking.await.unwrap();
+    let (open, mut stream) = begun(&mut server, small_tokens("a")[0]).await;
     // Several times longer than a head may take, told by the comments of the stream itself.
     let mut comments = 0;
     while comments < 3 {
@@ -735,13 +730,7 @@ async fn request_ids_are_kept_or_made() {
 #[tokio::test]
 async fn shutdown_finishes_streams_and_takes_no_new_connection() {
     let mut server = Server::start().await;
-    server.plan(Plan::Manual);
-    let client = server.client.clone();
-    let request = with(chat(), &json!({"stream": true}));
-    let stream = tokio::spawn(async move { client.stream(CHAT, &request).await });
-    let open = server.open().await;
-    open.events.send(token(tokens("a")[0])).unwrap();
-    let mut stream = stream.await.unwrap();
+    let (open, mut stream) = begun(&mut server, tokens("a")[0]).await;
     assert_eq!(stream.status, StatusCode::OK);
     stream.event().await.unwrap();
     server.begin_shutdown();

@@ -1,11 +1,23 @@
 //! How answers come and how they end: streamed tokens, silence, losses before and after the first
 //! token, and clients that leave.
 
-use crate::fake::{Plan, Server, TOKENIZER, output, token, tokens};
+use crate::client::Streaming;
+use crate::fake::{Open, Plan, Server, TOKENIZER, output, token, tokens};
 use crate::http::{CHAT, COMPLETIONS, assert_error, chat, with};
 use dsv4_server::engine::{Event, FailureKind, FinishReason};
 use serde_json::{Value, json};
 use std::time::Duration;
+
+/// A streamed answer that has its first token; the test sends the rest.
+pub(crate) async fn begun(server: &mut Server, first: u32) -> (Open, Streaming) {
+    server.plan(Plan::Manual);
+    let client = server.client.clone();
+    let request = with(chat(), &json!({"stream": true}));
+    let stream = tokio::spawn(async move { client.stream(CHAT, &request).await });
+    let open = server.open().await;
+    open.events.send(token(first)).unwrap();
+    (open, stream.await.unwrap())
+}
 
 fn failures() -> [(Option<FailureKind>, u16, &'static str); 4] {
     [
@@ -101,17 +113,8 @@ async fn a_client_that_leaves_cancels_its_request() {
 #[tokio::test]
 async fn tokens_are_streamed_as_they_come() {
     let mut server = Server::start().await;
-    server.plan(Plan::Manual);
-    let client = server.client.clone();
-    let request = with(chat(), &json!({"stream": true}));
-    let stream = tokio::spawn(async move { client.stream(CHAT, &request).await });
-    let open = server.open().await;
-    let mut words = vec![];
-    for word in ["one", "two"] {
-        words.push(TOKENIZER.encode_plain(word).unwrap());
-    }
-    open.events.send(token(words[0][0])).unwrap();
-    let mut stream = stream.await.unwrap();
+    let words = ["one", "two"].map(|word| TOKENIZER.encode_plain(word).unwrap());
+    let (open, mut stream) = begun(&mut server, words[0][0]).await;
     assert_eq!(stream.headers["content-type"], "text/event-stream");
     let first: Value = serde_json::from_str(&stream.event().await.unwrap()).unwrap();
     assert_eq!(first["choices"][0]["delta"]["role"], "assistant");
@@ -135,13 +138,7 @@ async fn tokens_are_streamed_as_they_come() {
 #[tokio::test]
 async fn silence_is_filled_with_comments() {
     let mut server = Server::with(|config| config.keep_alive = Duration::from_millis(1)).await;
-    server.plan(Plan::Manual);
-    let client = server.client.clone();
-    let request = with(chat(), &json!({"stream": true}));
-    let asked = tokio::spawn(async move { client.stream(CHAT, &request).await });
-    let open = server.open().await;
-    open.events.send(token(tokens("a")[0])).unwrap();
-    let mut stream = asked.await.unwrap();
+    let (open, mut stream) = begun(&mut server, tokens("a")[0]).await;
     while stream.frame().await.unwrap() != ": keep-alive" {}
     for event in output(&[], FinishReason::Stop) {
         open.events.send(event).unwrap();

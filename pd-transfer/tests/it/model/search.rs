@@ -7,6 +7,7 @@
 use super::Setup;
 use super::names::{describe, name};
 use super::node::{Ask, DAMAGED, Effects, Flight, Half, Local, Node, Property, Seat, Violation};
+use super::view::View;
 use super::wide::Wide;
 use pd_transfer::id::PeerId;
 use pd_transfer::testing::mutation::Mutation;
@@ -98,22 +99,6 @@ pub(crate) struct State {
     letters: Vec<Letter>,
     left: [u8; FAULTS],
     total: u8,
-}
-
-/// What the search asks of a node again and again.
-#[derive(Debug)]
-struct View {
-    flights: Vec<(u64, Flight)>,
-    verifies: Vec<u64>,
-    starts: Vec<u8>,
-    running: Vec<u8>,
-    computes: Vec<(AttemptId, bool)>,
-    writes: Vec<(AttemptId, usize)>,
-    offered: Vec<usize>,
-    has_timer: bool,
-    is_ended: bool,
-    is_at_rest: bool,
-    is_refused: bool,
 }
 
 #[derive(Debug)]
@@ -772,31 +757,4 @@ fn close(state: &mut State) {
     let link = state.link;
     state.letters.retain(|letter| letter.link != link);
     (state.is_open, state.told) = (false, [false; 2]);
-}
-
-impl View {
-    fn of(setup: &Setup, node: &Node) -> Self {
-        let (computes, writes) = node.work();
-        let asks = || (0_u8..).zip(&node.asks);
-        let is_slot_free = !setup.is_slots || node.runs.is_empty();
-        let can_start = node.link.is_some() && node.free_pages() >= setup.pages && is_slot_free;
-        let pending = |(request, ask): (u8, &Ask)| {
-            (can_start && matches!(ask, Ask::Pending { .. })).then_some(request)
-        };
-        let running =
-            |(request, ask): (u8, &Ask)| matches!(ask, Ask::Running { .. }).then_some(request);
-        Self {
-            flights: node.flights.iter().map(|(op, flight)| (*op, flight.clone())).collect(),
-            verifies: node.verifying.keys().copied().collect(),
-            starts: asks().filter_map(pending).collect(),
-            running: asks().filter_map(running).collect(),
-            computes: computes.into_iter().map(|id| (id, node.is_last(&id))).collect(),
-            writes,
-            offered: node.offered(),
-            has_timer: node.endpoint.poll_timeout().is_some_and(|at| at.0 < 1 << 39),
-            is_ended: node.is_ended(),
-            is_at_rest: node.is_at_rest(),
-            is_refused: node.is_refused,
-        }
-    }
 }
