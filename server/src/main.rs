@@ -3,9 +3,9 @@
 use anyhow::Context;
 use clap::Parser;
 use dsv4_server::config::{Cli, Command, ConfigError, Mode, RouterArgs, ServeArgs};
-use dsv4_server::engine::Engine;
+use dsv4_server::engine::{Engine, Health};
 use dsv4_server::http::{self, HEADER_TIMEOUT, HttpConfig};
-use dsv4_server::node::Node;
+use dsv4_server::node::{Node, NodeEngine};
 use dsv4_server::router::{self, RouterConfig};
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -98,7 +98,7 @@ fn run_worker(args: &ServeArgs) -> anyhow::Result<()> {
         let _context = runtime.enter();
         terminated()
     };
-    say(&format!("{} is ready on http://{address} ({})", info.model_id, node.summary()));
+    announce(&node, args.disaggregation_mode, &runtime, address)?;
     if let Some(bootstrap) = node.bootstrap() {
         say(&format!("decode workers connect to {bootstrap}"));
     }
@@ -129,6 +129,57 @@ fn run_worker(args: &ServeArgs) -> anyhow::Result<()> {
     node.shutdown();
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Says where the worker serves, and that it is ready once it is.
+///
+/// A process with both workers waits for them to find each other: a prompt that came before would be
+/// computed by the decode worker, without the hand-off that this mode is for. A decode worker whose
+/// prefill workers are elsewhere serves at once and says so; `/health` answers 503 until then.
+fn announce(
+    node: &Node,
+    mode: Mode,
+    runtime: &tokio::runtime::Runtime,
+    address: std::net::SocketAddr,
+) -> anyhow::Result<()> {
+    let engine = node.engine();
+    let ready =
+        format!("{} is ready on http://{address} ({})", engine.info().model_id, node.summary());
+    if mode == Mode::Both {
+        let joined = until_ready(Arc::clone(&engine));
+        // The timer needs the runtime that the block runs in.
+        let joined = runtime.block_on(async { tokio::time::timeout(JOIN_LIMIT, joined).await });
+        let seconds = JOIN_LIMIT.as_secs();
+        joined.with_context(|| {
+            format!("the workers of this process did not find each other in {seconds} seconds")
+        })??;
+    }
+    if let Health::Starting(why) = engine.health() {
+        say(&format!("{} listens on http://{address} (not ready: {why})", engine.info().model_id));
+        runtime.spawn(async move {
+            if until_ready(engine).await.is_ok() {
+                say(&ready);
+            }
+        });
+    } else {
+        say(&ready);
+    }
+    Ok(())
+}
+
+/// How long the two workers of one process may take to find each other.
+const JOIN_LIMIT: Duration = Duration::from_secs(60);
+
+/// Waits until the process is ready; an error if it never will be.
+async fn until_ready(engine: Arc<NodeEngine>) -> anyhow::Result<()> {
+    loop {
+        match engine.health() {
+            Health::Ready => return Ok(()),
+            Health::Starting(_) => tokio::time::sleep(Duration::from_millis(5)).await,
+            Health::Draining => anyhow::bail!("the worker is shutting down"),
+            Health::Failed(why) => anyhow::bail!(why),
+        }
+    }
 }
 
 fn run_router(args: &RouterArgs) -> anyhow::Result<()> {

@@ -212,7 +212,12 @@ pub(crate) fn until<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// A worker or router process that has said that it is ready.
+/// In the line that says where a process listens.
+const LISTENS: &str = " on http://";
+/// In the line that says so once the process is ready.
+const READY: &str = "is ready on http://";
+
+/// A worker or router process that has said where it listens. All but decode workers are ready then.
 #[derive(Debug)]
 pub(crate) struct Server {
     /// Its process.
@@ -227,7 +232,7 @@ fn words(text: &str) -> Vec<String> {
     text.split_whitespace().map(str::to_owned).collect()
 }
 
-/// The address in a line that says `ready on http://ADDR (..)`.
+/// The address in a line that says `.. on http://ADDR ..`.
 fn address_in(line: &str) -> String {
     let from = line.find("http://").unwrap_or_else(|| panic!("an address in {line:?}"));
     line[from..].split_whitespace().next().expect("not empty").to_owned()
@@ -240,6 +245,10 @@ fn port_of(address: &str) -> &str {
 impl Server {
     /// Starts a worker on free ports, with these flags beside.
     pub(crate) fn worker(mode: &str, flags: &str) -> Self {
+        Self::worker_that_says(LISTENS, mode, flags)
+    }
+
+    fn worker_that_says(said: &str, mode: &str, flags: &str) -> Self {
         let mut args = words("--port 0");
         for default in ["--kv-memory-mib 192", "--context-length 16384"] {
             if !default.split(' ').take(1).any(|flag| flags.contains(flag)) {
@@ -251,13 +260,17 @@ impl Server {
         if mode == "prefill" {
             args.extend(words("--disaggregation-bootstrap-port 0"));
         }
-        Self::ready(Process::spawn(&args), mode == "prefill")
+        Self::after(said, Process::spawn(&args), mode == "prefill")
     }
 
     /// Starts a decode worker of this prefill worker.
     pub(crate) fn decode_of(prefill: &Self, flags: &str) -> Self {
-        let bootstrap = prefill.bootstrap.as_ref().expect("it is a prefill worker");
-        Self::worker("decode", &format!("--disaggregation-bootstrap {bootstrap} {flags}"))
+        Self::worker("decode", &prefill.asked_with(flags))
+    }
+
+    fn asked_with(&self, flags: &str) -> String {
+        let bootstrap = self.bootstrap.as_ref().expect("it is a prefill worker");
+        format!("--disaggregation-bootstrap {bootstrap} {flags}")
     }
 
     /// Starts a router in front of workers.
@@ -266,11 +279,11 @@ impl Server {
         for worker in workers {
             args.extend(["--worker".to_owned(), worker.url.clone()]);
         }
-        Self::ready(Process::spawn(&args), false)
+        Self::after(LISTENS, Process::spawn(&args), false)
     }
 
-    fn ready(mut process: Process, has_bootstrap: bool) -> Self {
-        let url = address_in(&process.wait_for("is ready on http://"));
+    fn after(said: &str, mut process: Process, has_bootstrap: bool) -> Self {
+        let url = address_in(&process.wait_for(said));
         let bootstrap = has_bootstrap.then(|| {
             let line = process.wait_for("decode workers connect to ");
             line.rsplit_once(' ').expect("an address follows").1.to_owned()
@@ -286,7 +299,7 @@ impl Server {
             set_flag(args, "--disaggregation-bootstrap-port", port_of(bootstrap));
         }
         self.process.again();
-        self.process.wait_for("is ready on http://");
+        self.process.wait_for(LISTENS);
     }
 }
 
@@ -305,11 +318,11 @@ pub(crate) struct Pair {
 }
 
 impl Pair {
-    /// Two processes joined by `backend` (`shm`, `tcp` or `ucx`).
+    /// Two processes joined by `backend` (`shm`, `tcp` or `ucx`), when both are ready.
     pub(crate) fn start(backend: &str, flags: &str) -> Self {
         let flags = format!("--disaggregation-transfer-backend {backend} {flags}");
         let prefill = Server::worker("prefill", &flags);
-        let decode = Server::decode_of(&prefill, &flags);
+        let decode = Server::worker_that_says(READY, "decode", &prefill.asked_with(&flags));
         Self { prefill, decode }
     }
 }
