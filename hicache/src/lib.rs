@@ -30,6 +30,7 @@ extern crate alloc;
 
 mod error;
 mod node;
+mod object;
 mod tree;
 
 /// The README's example is compiled and run.
@@ -39,4 +40,5 @@ mod readme {}
 
 pub use error::{InsertError, PinError};
 pub use node::{Boundary, NodeId};
+pub use object::{ObjectKey, Part};
 pub use tree::{Action, Config, Counters, Hit, Inserted, LeaseId, PrefixTree};
