@@ -31,6 +31,7 @@ extern crate alloc;
 mod error;
 mod node;
 mod object;
+pub mod tiers;
 mod tree;
 
 /// The README's example is compiled and run.

@@ -11,3 +11,6 @@ mod props;
 #[cfg(test)]
 #[path = "main/scenarios.rs"]
 mod scenarios;
+#[cfg(test)]
+#[path = "main/tiers.rs"]
+mod tiers;

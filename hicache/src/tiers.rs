@@ -1,0 +1,573 @@
+//! The tiers below the device: which object is where, and what is to be moved.
+//!
+//! An object ([`ObjectKey`]) is found by its content's name, so a tier has no tree: a prefix is in
+//! the tiers as far as each of its blocks is in one of them, and can be gone on from where a
+//! boundary is too.
+//!
+//! [`Tiers`] decides and never acts. It has no clock, no thread and no IO, and knows no bytes; what
+//! it wants moved comes out of [`Tiers::poll_action`], and how that ended goes into
+//! [`Tiers::handle_done`]. The caller's movers copy, and check each byte that climbs.
+//!
+//! # An object's way
+//!
+//! | event | host | disk and remote |
+//! |---|---|---|
+//! | [`offer`](Tiers::offer) of device pages | a slot is filled ([`Move::Save`]); it can be found when that is done | written from the slot afterwards ([`Move::Write`]) |
+//! | [`prefetch`](Tiers::prefetch) | filled from a store ([`Move::Read`]) | read |
+//! | [`fetch`](Tiers::fetch) | as with prefetch if needed, then copied to device pages ([`Move::Load`]) | read if the host has it not |
+//! | wrong bytes | the slot is given up | removed, or forgotten where others write too |
+//! | room is needed | the least recently used object in no motion goes | the same |
+//!
+//! # Promises
+//!
+//! - A slot in motion belongs to its motions: one that fills it, or any number that read it. It is
+//!   used for something else only after all of them have been reported.
+//! - What was not reported to be right is never found, and what was reported to be wrong is not
+//!   found again.
+//! - Every fetch ends once: complete, with a miss, or at its deadline. It never waits for anything
+//!   but motions under way, and it holds nothing that another one waits for.
+//! - A tier never holds more than its limit, and every queue has an end.
+
+mod fetch;
+mod host;
+mod index;
+mod types;
+
+use crate::object::{ObjectKey, Part};
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
+use alloc::vec::Vec;
+use fetch::Fetch;
+use host::{Host, State};
+use index::{Going, Index, Room};
+use kv_pool::ChainHash;
+pub use types::{
+    Action, FetchEnd, FetchError, FetchId, Limits, MotionId, Move, Outcome, Slot, Store,
+    StoreLimits, Tier, TierCounters, TierUse, UnknownMotion, WritePolicy,
+};
+
+/// What is under way.
+#[derive(Clone, Copy, Debug)]
+struct Motion {
+    what: Move,
+}
+
+/// The tiers below the device. See the module's documentation for the rules.
+#[derive(Debug)]
+pub struct Tiers {
+    limits: Limits,
+    host: Host,
+    stores: [Option<Index>; 2],
+    motions: BTreeMap<MotionId, Motion>,
+    next_motion: u64,
+    saving: usize,
+    fetches: BTreeMap<FetchId, Fetch>,
+    /// Fetches that wait for an object to come into the host.
+    waiting: BTreeMap<ObjectKey, BTreeSet<FetchId>>,
+    /// Objects to be read into the host: those that fetches wait for, then the others.
+    reads: VecDeque<ObjectKey>,
+    prefetches: VecDeque<ObjectKey>,
+    /// Members of both.
+    queued: BTreeSet<ObjectKey>,
+    /// Objects to be written, by store.
+    writes: [VecDeque<ObjectKey>; 2],
+    /// Objects that were offered once, for the policy that saves at the second time.
+    offered: BTreeSet<ObjectKey>,
+    offered_order: VecDeque<ObjectKey>,
+    actions: VecDeque<Action>,
+    counters: [TierCounters; 3],
+    now_us: u64,
+}
+
+impl Tiers {
+    /// Empty tiers.
+    #[must_use]
+    pub fn new(limits: Limits) -> Self {
+        let index = |limits_of: Option<StoreLimits>| {
+            limits_of.map(|store| Index::new(store, limits.object_bytes))
+        };
+        Self {
+            host: Host::new(limits.host_blocks, limits.host_boundaries),
+            stores: [index(limits.disk), index(limits.remote)],
+            motions: BTreeMap::new(),
+            next_motion: 0,
+            saving: 0,
+            fetches: BTreeMap::new(),
+            waiting: BTreeMap::new(),
+            reads: VecDeque::new(),
+            prefetches: VecDeque::new(),
+            queued: BTreeSet::new(),
+            writes: [VecDeque::new(), VecDeque::new()],
+            offered: BTreeSet::new(),
+            offered_order: VecDeque::new(),
+            actions: VecDeque::new(),
+            counters: [TierCounters::default(); 3],
+            now_us: 0,
+            limits,
+        }
+    }
+
+    /// The limits.
+    #[must_use]
+    pub const fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// An object that a store holds from before; those used longest ago first. False if the index
+    /// of that store is full or there is no such store, and the object stays unknown.
+    pub fn adopt(&mut self, store: Store, key: ObjectKey) -> bool {
+        self.stores[store as usize].as_mut().is_some_and(|index| index.adopt(key))
+    }
+
+    /// The nearest tier from which an object could be had.
+    #[must_use]
+    pub fn holds(&self, key: &ObjectKey) -> Option<Tier> {
+        if self.host.find(key).is_some() {
+            return Some(Tier::Host);
+        }
+        self.source(key).map(Store::tier)
+    }
+
+    /// The nearest store from which an object could be read.
+    fn source(&self, key: &ObjectKey) -> Option<Store> {
+        Store::ALL.into_iter().find(|store| {
+            let index = self.stores[*store as usize].as_ref();
+            index.is_some_and(|index| !index.is_paused() && index.has(key))
+        })
+    }
+
+    /// How many blocks of `chain`, of at most `max_blocks`, can be had, the first `on_device` of
+    /// them from the device.
+    #[must_use]
+    pub fn reach_blocks(&self, chain: &[ChainHash], on_device: usize, max_blocks: usize) -> usize {
+        let most = chain.len().min(max_blocks);
+        let more = chain[..most].iter().skip(on_device);
+        let found = more.take_while(|hash| self.holds(&ObjectKey::block(**hash)).is_some()).count();
+        most.min(on_device + found)
+    }
+
+    /// The longest prefix of `chain`, of more than `floor` and at most `max_blocks` blocks, that
+    /// can be gone on from: all its blocks can be had, the first `on_device` of them from the
+    /// device, and the boundary at its end is in a tier or, as `has_boundary` says of its hash, on
+    /// the device.
+    #[must_use]
+    pub fn reach(
+        &self,
+        chain: &[ChainHash],
+        on_device: usize,
+        floor: usize,
+        max_blocks: usize,
+        has_boundary: impl Fn(&ChainHash) -> bool,
+    ) -> Option<usize> {
+        let top = self.reach_blocks(chain, on_device, max_blocks);
+        (floor + 1..=top).rev().find(|&depth| {
+            let end = chain[depth - 1];
+            has_boundary(&end) || self.holds(&ObjectKey::boundary(end)).is_some()
+        })
+    }
+
+    /// The device has an object's pages, sealed. If they are to be saved, the caller copies them
+    /// into the slot, keeps them until then, and reports the motion.
+    pub fn offer(&mut self, now_us: u64, key: ObjectKey) -> Option<(MotionId, Slot)> {
+        self.now_us = self.now_us.max(now_us);
+        if let Some((slot, _)) = self.host.find(&key) {
+            self.host.touch(slot);
+            return None;
+        }
+        for index in self.stores.iter_mut().flatten() {
+            index.touch(&key);
+        }
+        if self.limits.policy == WritePolicy::ThroughSelective && !self.was_offered(key) {
+            return None;
+        }
+        self.save(key)
+    }
+
+    /// Notes an offer; whether there was one before.
+    fn was_offered(&mut self, key: ObjectKey) -> bool {
+        if !self.offered.insert(key) {
+            return true;
+        }
+        self.offered_order.push_back(key);
+        if self.offered_order.len() > self.limits.writes_max.max(1)
+            && let Some(oldest) = self.offered_order.pop_front()
+        {
+            self.offered.remove(&oldest);
+        }
+        false
+    }
+
+    fn save(&mut self, key: ObjectKey) -> Option<(MotionId, Slot)> {
+        if self.host.count(key.part) == 0 {
+            return None;
+        }
+        if self.saving >= self.limits.saves_max {
+            self.counters[Tier::Host as usize].dropped += 1;
+            return None;
+        }
+        let Some(slot) = self.take_slot(key) else {
+            self.counters[Tier::Host as usize].dropped += 1;
+            return None;
+        };
+        self.saving += 1;
+        let motion = self.begin(Move::Save { key, slot });
+        Some((motion, slot))
+    }
+
+    fn take_slot(&mut self, key: ObjectKey) -> Option<Slot> {
+        let (slot, gone) = self.host.take(key)?;
+        self.counters[Tier::Host as usize].evicted += u64::from(gone.is_some());
+        Some(slot)
+    }
+
+    /// Numbers a motion. All but saves come out as actions.
+    fn begin(&mut self, what: Move) -> MotionId {
+        self.next_motion += 1;
+        let motion = MotionId(self.next_motion);
+        self.motions.insert(motion, Motion { what });
+        if !matches!(what, Move::Save { .. }) {
+            self.actions.push_back(Action::Begin { motion, what });
+        }
+        motion
+    }
+
+    /// A motion has ended. Every motion is reported once.
+    ///
+    /// # Errors
+    ///
+    /// [`UnknownMotion`] if there is none of this number.
+    pub fn handle_done(
+        &mut self,
+        now_us: u64,
+        motion: MotionId,
+        outcome: Outcome,
+    ) -> Result<(), UnknownMotion> {
+        self.now_us = self.now_us.max(now_us);
+        let Motion { what } = self.motions.remove(&motion).ok_or(UnknownMotion { motion })?;
+        match what {
+            Move::Save { key, slot } => self.saved(key, slot, outcome),
+            Move::Load { key, slot, fetch } => self.loaded(key, slot, fetch, outcome),
+            Move::Read { store, key, slot } => self.read(store, key, slot, outcome),
+            Move::Write { store, key, slot } => self.written(store, key, slot, outcome),
+            Move::Remove { store, key } => self.removed(store, key, outcome),
+        }
+        self.pump();
+        Ok(())
+    }
+
+    fn saved(&mut self, key: ObjectKey, slot: Slot, outcome: Outcome) {
+        self.saving -= 1;
+        let good = outcome == Outcome::Done;
+        self.host.filled(slot, good);
+        if good {
+            self.count_stored(Tier::Host, key.part);
+            self.arrived(key);
+            for store in Store::ALL {
+                self.want_write(store, key);
+            }
+        } else {
+            self.count_failure(Tier::Host, outcome);
+            self.fail_waiting(key);
+        }
+    }
+
+    fn want_write(&mut self, store: Store, key: ObjectKey) {
+        let Some(index) = &self.stores[store as usize] else { return };
+        if index.knows(&key) {
+            return;
+        }
+        let queue = &mut self.writes[store as usize];
+        if queue.len() >= self.limits.writes_max {
+            self.counters[store.tier() as usize].dropped += 1;
+        } else {
+            queue.push_back(key);
+        }
+    }
+
+    fn read(&mut self, store: Store, key: ObjectKey, slot: Slot, outcome: Outcome) {
+        let good = outcome == Outcome::Done;
+        self.host.filled(slot, good);
+        let index = self.stores[store as usize].as_mut().expect("it was read from");
+        let going = match outcome {
+            Outcome::Done => index.end_read(&key, false),
+            Outcome::Missing => index.end_read(&key, true),
+            Outcome::Mismatch => {
+                // Wrong bytes stay wrong.
+                let doomed = index.doom(&key);
+                let ended = index.end_read(&key, false);
+                if doomed == Going::Nothing { ended } else { doomed }
+            }
+            Outcome::NoSpace | Outcome::Failed => index.end_read(&key, false),
+        };
+        self.go(store, going);
+        if good {
+            self.worked(store);
+            let counters = &mut self.counters[store.tier() as usize];
+            counters.hits += 1;
+            counters.hit_bytes += self.limits.object_bytes[key.part as usize - 1];
+            self.arrived(key);
+            return;
+        }
+        self.count_failure(store.tier(), outcome);
+        if outcome == Outcome::Failed || outcome == Outcome::NoSpace {
+            self.did_not_work(store, false);
+            // Whoever wants it would come back to it for ever.
+            let going = self.stores[store as usize].as_mut().map(|index| index.doom(&key));
+            self.go(store, going.unwrap_or(Going::Nothing));
+        }
+        if self.waiting.contains_key(&key) {
+            self.want_read(key);
+        }
+    }
+
+    fn written(&mut self, store: Store, key: ObjectKey, slot: Slot, outcome: Outcome) {
+        self.host.end_use(slot);
+        let good = outcome == Outcome::Done;
+        if let Some(index) = &mut self.stores[store as usize] {
+            index.end_write(&key, good);
+        }
+        if good {
+            self.worked(store);
+            self.count_stored(store.tier(), key.part);
+        } else {
+            self.counters[store.tier() as usize].dropped += 1;
+            self.count_failure(store.tier(), outcome);
+            self.did_not_work(store, outcome == Outcome::NoSpace);
+        }
+    }
+
+    fn removed(&mut self, store: Store, key: ObjectKey, outcome: Outcome) {
+        let good = matches!(outcome, Outcome::Done | Outcome::Missing);
+        if let Some(index) = &mut self.stores[store as usize] {
+            index.end_remove(&key, good);
+        }
+        if !good {
+            self.count_failure(store.tier(), outcome);
+        }
+    }
+
+    fn go(&mut self, store: Store, going: Going) {
+        if let Going::Remove(key) = going {
+            self.begin(Move::Remove { store, key });
+        }
+    }
+
+    fn worked(&mut self, store: Store) {
+        if let Some(index) = &mut self.stores[store as usize] {
+            index.succeeded();
+        }
+    }
+
+    /// Counts a failure of a store; with `at_once` it is left alone after the first one.
+    fn did_not_work(&mut self, store: Store, at_once: bool) {
+        let max = if at_once { 1 } else { self.limits.failures_max };
+        let Some(index) = &mut self.stores[store as usize] else { return };
+        if index.failed(self.now_us, self.limits.pause_us, max) {
+            self.counters[store.tier() as usize].pauses += 1;
+        }
+    }
+
+    fn count_stored(&mut self, tier: Tier, part: Part) {
+        let counters = &mut self.counters[tier as usize];
+        counters.stored += 1;
+        counters.stored_bytes += self.limits.object_bytes[part as usize - 1];
+    }
+
+    fn count_failure(&mut self, tier: Tier, outcome: Outcome) {
+        let counters = &mut self.counters[tier as usize];
+        match outcome {
+            Outcome::Done => {}
+            Outcome::Missing => counters.missing += 1,
+            Outcome::Mismatch => counters.mismatches += 1,
+            Outcome::NoSpace | Outcome::Failed => counters.failures += 1,
+        }
+    }
+
+    /// Begins what can begin.
+    fn pump(&mut self) {
+        self.pump_reads();
+        for store in Store::ALL {
+            while self.pump_write(store) {}
+        }
+    }
+
+    /// Begins the next write to a store; false if none can begin now.
+    fn pump_write(&mut self, store: Store) -> bool {
+        let Some(&key) = self.writes[store as usize].front() else { return false };
+        let Some(index) = &mut self.stores[store as usize] else { return false };
+        if index.writing >= index.limits().motions_max {
+            return false;
+        }
+        let slot = match self.host.find(&key) {
+            _ if index.knows(&key) => None,
+            // A store that fails is spared what comes meanwhile.
+            Some((slot, State::Ready)) if !index.is_paused() => Some(slot),
+            _ => {
+                self.counters[store.tier() as usize].dropped += 1;
+                None
+            }
+        };
+        let Some(slot) = slot else {
+            self.writes[store as usize].pop_front();
+            return true;
+        };
+        match index.make_room(key.part) {
+            Room::Yes => {
+                index.begin_write(key);
+                self.writes[store as usize].pop_front();
+                self.host.begin_use(slot);
+                self.begin(Move::Write { store, key, slot });
+                true
+            }
+            Room::After(going) => {
+                self.counters[store.tier() as usize].evicted += 1;
+                self.go(store, going);
+                true
+            }
+            Room::Later => false,
+            Room::Never => {
+                self.writes[store as usize].pop_front();
+                self.counters[store.tier() as usize].dropped += 1;
+                true
+            }
+        }
+    }
+
+    /// Ends fetches whose time is up, and pauses of stores that are over.
+    pub fn handle_timeout(&mut self, now_us: u64) {
+        self.now_us = self.now_us.max(now_us);
+        for index in self.stores.iter_mut().flatten() {
+            index.resume(self.now_us);
+        }
+        self.end_late_fetches();
+        self.pump();
+    }
+
+    /// When [`Tiers::handle_timeout`] wants to be called next.
+    #[must_use]
+    pub fn poll_timeout(&self) -> Option<u64> {
+        let pauses = self.stores.iter().flatten().filter_map(Index::paused_until);
+        pauses.chain(self.fetches.values().map(|fetch| fetch.deadline_us)).min()
+    }
+
+    /// What is to be done, or has happened, next.
+    pub fn poll_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    /// Forgets all objects in host memory. Those in motion go when the motion has ended.
+    pub fn flush_host(&mut self) {
+        self.host.clear();
+    }
+
+    /// Removes up to `count` objects of a store that are in no motion, least recently used first;
+    /// how many.
+    pub fn evict(&mut self, store: Store, count: usize) -> usize {
+        let mut gone = 0;
+        while gone < count
+            && let Some(going) =
+                self.stores[store as usize].as_mut().and_then(|index| index.pop_idle())
+        {
+            self.go(store, going);
+            gone += 1;
+        }
+        gone
+    }
+
+    /// Counters of a tier.
+    #[must_use]
+    pub const fn counters(&self, tier: Tier) -> TierCounters {
+        self.counters[tier as usize]
+    }
+
+    /// What a tier holds; none if there is no such tier.
+    #[must_use]
+    pub fn used(&self, tier: Tier) -> Option<TierUse> {
+        match tier {
+            Tier::Host => {
+                let objects = self.host.used();
+                let bytes = |counts: [u64; 2]| {
+                    counts.iter().zip(self.limits.object_bytes).map(|(n, bytes)| n * bytes).sum()
+                };
+                let all = Part::ALL.map(|part| self.host.count(part) as u64);
+                Some(TierUse { objects, bytes: bytes(objects), bytes_max: bytes(all) })
+            }
+            Tier::Disk => self.stores[0].as_ref().map(Index::used),
+            Tier::Remote => self.stores[1].as_ref().map(Index::used),
+        }
+    }
+
+    /// Motions under way.
+    #[must_use]
+    pub fn motions(&self) -> usize {
+        self.motions.len()
+    }
+
+    /// Fetches under way.
+    #[must_use]
+    pub fn fetches(&self) -> usize {
+        self.fetches.len()
+    }
+
+    /// All motions under way, for reports.
+    pub fn under_way(&self) -> impl Iterator<Item = (MotionId, Move)> {
+        self.motions.iter().map(|(id, motion)| (*id, motion.what))
+    }
+
+    /// Objects that wait: for a read, and for a write to each store.
+    #[must_use]
+    pub fn backlog(&self) -> [usize; 3] {
+        let reads = self.reads.len() + self.prefetches.len();
+        [reads, self.writes[0].len(), self.writes[1].len()]
+    }
+
+    /// Whether an object is complete in host memory.
+    #[must_use]
+    pub fn in_host(&self, key: &ObjectKey) -> bool {
+        self.host.find(key).is_some_and(|(_, state)| state == State::Ready)
+    }
+
+    /// Notes a use of a prefix: what comes late in it goes before what comes early, without which
+    /// it is of no use.
+    pub fn touch(&mut self, chain: &[ChainHash]) {
+        let keys = chain.iter().rev().flat_map(|hash| Part::ALL.map(|part| (part, *hash)));
+        for (part, chain) in keys {
+            let key = ObjectKey { chain, part };
+            if let Some((slot, _)) = self.host.find(&key) {
+                self.host.touch(slot);
+            }
+            for index in self.stores.iter_mut().flatten() {
+                index.touch(&key);
+            }
+        }
+    }
+
+    /// Starts to bring objects into host memory that a fetch will want soon. What is there already,
+    /// or nowhere, or too many, is left out.
+    pub fn prefetch(&mut self, now_us: u64, keys: impl IntoIterator<Item = ObjectKey>) {
+        self.now_us = self.now_us.max(now_us);
+        for key in keys {
+            if let Some((slot, _)) = self.host.find(&key) {
+                self.host.touch(slot);
+            } else if self.prefetches.len() >= self.limits.prefetch_max {
+                break;
+            } else if self.source(&key).is_some() && self.queued.insert(key) {
+                self.prefetches.push_back(key);
+            }
+        }
+        self.pump();
+    }
+}
+
+/// Objects of a chain in the order in which a fetch wants them: the boundary at its end is needed
+/// last.
+#[must_use]
+pub fn objects_of(
+    chain: &[ChainHash],
+    from: usize,
+    to: usize,
+    with_boundary: bool,
+) -> Vec<ObjectKey> {
+    let blocks = chain[..to].iter().skip(from).map(|hash| ObjectKey::block(*hash));
+    let boundary = chain[..to].last().filter(|_| with_boundary);
+    blocks.chain(boundary.map(|hash| ObjectKey::boundary(*hash))).collect()
+}

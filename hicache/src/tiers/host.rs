@@ -1,0 +1,179 @@
+//! Which slot of host memory holds which object.
+
+use super::types::Slot;
+use crate::object::{ObjectKey, Part};
+use alloc::collections::BTreeMap;
+use alloc::vec;
+use alloc::vec::Vec;
+use kv_pool::{EvictionOrder, Lru};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    /// A motion writes it.
+    Filling,
+    /// Complete.
+    Ready,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    key: ObjectKey,
+    state: State,
+    /// Motions that write or read it.
+    motions: u32,
+    /// Not to be found any more; free when the last motion has ended.
+    is_doomed: bool,
+}
+
+/// The slots of one part.
+#[derive(Debug)]
+struct Slots {
+    entries: Vec<Option<Entry>>,
+    free: Vec<u32>,
+    /// Ready and in no motion: what may go.
+    idle: Lru,
+}
+
+impl Slots {
+    fn new(count: u32) -> Self {
+        Self {
+            entries: vec![None; count as usize],
+            free: (0..count).rev().collect(),
+            idle: Lru::new(),
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Host {
+    by_key: BTreeMap<ObjectKey, Slot>,
+    slots: [Slots; 2],
+}
+
+const fn position(part: Part) -> usize {
+    match part {
+        Part::Block => 0,
+        Part::Boundary => 1,
+    }
+}
+
+impl Host {
+    pub(super) fn new(blocks: u32, boundaries: u32) -> Self {
+        Self { by_key: BTreeMap::new(), slots: [Slots::new(blocks), Slots::new(boundaries)] }
+    }
+
+    /// Slot and state of an object.
+    pub(super) fn find(&self, key: &ObjectKey) -> Option<(Slot, State)> {
+        let slot = *self.by_key.get(key)?;
+        Some((slot, self.entry(slot).state))
+    }
+
+    /// A slot to be filled with an object that has none, and the object that had to go for it.
+    /// None if every slot is in motion.
+    pub(super) fn take(&mut self, key: ObjectKey) -> Option<(Slot, Option<ObjectKey>)> {
+        assert!(!self.by_key.contains_key(&key), "{key} has a slot already");
+        let slots = &mut self.slots[position(key.part)];
+        let (index, gone) = match slots.free.pop() {
+            Some(index) => (index, None),
+            None => {
+                let index = slots.idle.pop_victim()? as u32;
+                let gone = slots.entries[index as usize].map(|entry| entry.key);
+                (index, gone)
+            }
+        };
+        if let Some(gone) = &gone {
+            self.by_key.remove(gone);
+        }
+        let entry = Entry { key, state: State::Filling, motions: 1, is_doomed: false };
+        self.slots[position(key.part)].entries[index as usize] = Some(entry);
+        let slot = Slot { part: key.part, index };
+        self.by_key.insert(key, slot);
+        Some((slot, gone))
+    }
+
+    /// The motion that filled a slot has ended; with `good` the object can be found from now on.
+    pub(super) fn filled(&mut self, slot: Slot, good: bool) {
+        let entry = self.entry_mut(slot);
+        assert_eq!(entry.state, State::Filling, "{slot:?} was filled before");
+        if good {
+            entry.state = State::Ready;
+        } else {
+            self.doom(slot);
+        }
+        self.end_use(slot);
+    }
+
+    /// A motion reads the slot from now on.
+    pub(super) fn begin_use(&mut self, slot: Slot) {
+        let entry = self.entry_mut(slot);
+        assert!(entry.state == State::Ready && !entry.is_doomed, "{slot:?} is not to be read");
+        entry.motions += 1;
+        self.slots[position(slot.part)].idle.remove(slot.index.into());
+    }
+
+    /// A motion of the slot has ended.
+    pub(super) fn end_use(&mut self, slot: Slot) {
+        let entry = self.entry_mut(slot);
+        entry.motions -= 1;
+        let (motions, is_doomed) = (entry.motions, entry.is_doomed);
+        if motions > 0 {
+            return;
+        }
+        let slots = &mut self.slots[position(slot.part)];
+        if is_doomed {
+            slots.entries[slot.index as usize] = None;
+            slots.free.push(slot.index);
+        } else {
+            slots.idle.insert(slot.index.into());
+        }
+    }
+
+    /// The object is not to be found any more.
+    pub(super) fn doom(&mut self, slot: Slot) {
+        let entry = self.entry_mut(slot);
+        if core::mem::replace(&mut entry.is_doomed, true) {
+            return;
+        }
+        let (key, motions) = (entry.key, entry.motions);
+        self.by_key.remove(&key);
+        if motions == 0 {
+            let slots = &mut self.slots[position(slot.part)];
+            slots.idle.remove(slot.index.into());
+            slots.entries[slot.index as usize] = None;
+            slots.free.push(slot.index);
+        }
+    }
+
+    /// Notes a use.
+    pub(super) fn touch(&mut self, slot: Slot) {
+        self.slots[position(slot.part)].idle.touch(slot.index.into());
+    }
+
+    /// Nothing can be found any more.
+    pub(super) fn clear(&mut self) {
+        let all: Vec<Slot> = self.by_key.values().copied().collect();
+        for slot in all {
+            self.doom(slot);
+        }
+    }
+
+    /// Slots that are not free, in the order of [`Part::ALL`].
+    pub(super) fn used(&self) -> [u64; 2] {
+        [0, 1].map(|n| (self.slots[n].entries.len() - self.slots[n].free.len()) as u64)
+    }
+
+    /// Slots there are.
+    pub(super) fn count(&self, part: Part) -> usize {
+        self.slots[position(part)].entries.len()
+    }
+
+    fn entry(&self, slot: Slot) -> &Entry {
+        let entry = self.slots[position(slot.part)].entries[slot.index as usize].as_ref();
+        entry.expect("a slot that is named holds something")
+    }
+
+    fn entry_mut(&mut self, slot: Slot) -> &mut Entry {
+        let entry = self.slots[position(slot.part)].entries[slot.index as usize].as_mut();
+        entry.expect("a slot that is named holds something")
+    }
+}

@@ -1,0 +1,290 @@
+//! What a store holds, as far as is known here.
+
+use super::types::{StoreLimits, TierUse};
+use crate::object::{ObjectKey, Part};
+use alloc::collections::BTreeMap;
+use kv_pool::{EvictionOrder, Lru};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Being written; not to be found yet.
+    Writing,
+    /// There.
+    Present,
+    /// Not to be found any more; to be removed when the last read has ended.
+    Doomed,
+    /// Being removed.
+    Removing,
+    /// It could not be removed: its bytes count, and nobody uses it.
+    Stuck,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    key: ObjectKey,
+    state: State,
+    reads: u32,
+}
+
+/// What is to be done about an object that is to go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Going {
+    /// Remove it from the store.
+    Remove(ObjectKey),
+    /// Nothing: it was only forgotten, or is removed later.
+    Nothing,
+}
+
+/// Whether there is room for one more object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Room {
+    /// There is.
+    Yes,
+    /// This one is removed for it.
+    After(Going),
+    /// Not before what is being removed is gone.
+    Later,
+    /// No.
+    Never,
+}
+
+#[derive(Debug)]
+pub(super) struct Index {
+    limits: StoreLimits,
+    object_bytes: [u64; 2],
+    ids: BTreeMap<ObjectKey, u64>,
+    entries: BTreeMap<u64, Entry>,
+    /// Present and not being read: what may go.
+    idle: Lru,
+    next_id: u64,
+    used: TierUse,
+    removing: usize,
+    /// Motions under way.
+    pub(super) reading: usize,
+    pub(super) writing: usize,
+    failures: u32,
+    paused_until: Option<u64>,
+}
+
+impl Index {
+    pub(super) fn new(limits: StoreLimits, object_bytes: [u64; 2]) -> Self {
+        Self {
+            limits,
+            object_bytes,
+            ids: BTreeMap::new(),
+            entries: BTreeMap::new(),
+            idle: Lru::new(),
+            next_id: 0,
+            used: TierUse { bytes_max: limits.bytes_max.unwrap_or(0), ..TierUse::default() },
+            removing: 0,
+            reading: 0,
+            writing: 0,
+            failures: 0,
+            paused_until: None,
+        }
+    }
+
+    pub(super) const fn limits(&self) -> &StoreLimits {
+        &self.limits
+    }
+
+    pub(super) const fn used(&self) -> TierUse {
+        self.used
+    }
+
+    /// Whether an object can be read.
+    pub(super) fn has(&self, key: &ObjectKey) -> bool {
+        self.find(key).is_some_and(|(_, entry)| entry.state == State::Present)
+    }
+
+    /// Whether anything is known of an object, so that it is not to be written.
+    pub(super) fn knows(&self, key: &ObjectKey) -> bool {
+        self.ids.contains_key(key)
+    }
+
+    fn find(&self, key: &ObjectKey) -> Option<(u64, Entry)> {
+        let id = *self.ids.get(key)?;
+        Some((id, self.entries[&id]))
+    }
+
+    fn bytes_of(&self, part: Part) -> u64 {
+        self.object_bytes[part as usize - 1]
+    }
+
+    fn add(&mut self, key: ObjectKey, state: State) -> u64 {
+        let id = self.next_id;
+        self.next_id += 1;
+        self.ids.insert(key, id);
+        self.entries.insert(id, Entry { key, state, reads: 0 });
+        self.used.objects[key.part as usize - 1] += 1;
+        self.used.bytes += self.bytes_of(key.part);
+        id
+    }
+
+    fn forget(&mut self, id: u64) {
+        let entry = self.entries.remove(&id).expect("it was found");
+        self.ids.remove(&entry.key);
+        self.idle.remove(id);
+        self.used.objects[entry.key.part as usize - 1] -= 1;
+        self.used.bytes -= self.bytes_of(entry.key.part);
+    }
+
+    fn set(&mut self, id: u64, state: State) {
+        self.entries.get_mut(&id).expect("it was found").state = state;
+    }
+
+    /// An object was found in the store; false if there is no room for it in the index.
+    pub(super) fn adopt(&mut self, key: ObjectKey) -> bool {
+        if self.knows(&key) {
+            return true;
+        }
+        if self.entries.len() >= self.limits.objects_max {
+            return false;
+        }
+        let id = self.add(key, State::Present);
+        self.idle.insert(id);
+        true
+    }
+
+    /// Whether an object of a part could be added, and what has to go for it.
+    pub(super) fn make_room(&mut self, part: Part) -> Room {
+        let wanted = self.used.bytes + self.bytes_of(part);
+        let bytes_fit = self.limits.bytes_max.is_none_or(|max| wanted <= max);
+        if bytes_fit && self.entries.len() < self.limits.objects_max {
+            return Room::Yes;
+        }
+        if self.limits.bytes_max.is_some_and(|max| self.bytes_of(part) > max) {
+            return Room::Never;
+        }
+        if self.removing > 0 {
+            return Room::Later;
+        }
+        match self.idle.pop_victim() {
+            Some(id) => Room::After(self.let_go(id)),
+            None if self.reading + self.writing > 0 => Room::Later,
+            None => Room::Never,
+        }
+    }
+
+    /// An object that is not being read goes.
+    fn let_go(&mut self, id: u64) -> Going {
+        if !self.limits.owned {
+            self.forget(id);
+            return Going::Nothing;
+        }
+        self.idle.remove(id);
+        self.set(id, State::Removing);
+        self.removing += 1;
+        Going::Remove(self.entries[&id].key)
+    }
+
+    /// The bytes of an object are not what they should be, or it is to go for another reason.
+    pub(super) fn doom(&mut self, key: &ObjectKey) -> Going {
+        match self.find(key) {
+            Some((id, entry)) if entry.state == State::Present => {
+                if entry.reads == 0 {
+                    return self.let_go(id);
+                }
+                self.set(id, State::Doomed);
+                Going::Nothing
+            }
+            _ => Going::Nothing,
+        }
+    }
+
+    pub(super) fn begin_read(&mut self, key: &ObjectKey) {
+        let (id, _) = self.find(key).expect("it is present");
+        self.entries.get_mut(&id).expect("it was found").reads += 1;
+        self.idle.remove(id);
+        self.reading += 1;
+    }
+
+    /// A read has ended; `is_gone` if the store did not have the object.
+    pub(super) fn end_read(&mut self, key: &ObjectKey, is_gone: bool) -> Going {
+        self.reading -= 1;
+        let (id, entry) = self.find(key).expect("it stays while it is read");
+        let reads = entry.reads - 1;
+        self.entries.get_mut(&id).expect("it was found").reads = reads;
+        if is_gone && entry.state == State::Present {
+            self.set(id, State::Doomed);
+        }
+        match (reads, self.entries[&id].state) {
+            (0, State::Doomed) if is_gone => {
+                self.forget(id);
+                Going::Nothing
+            }
+            (0, State::Doomed) => self.let_go(id),
+            (0, State::Present) => {
+                self.idle.insert(id);
+                Going::Nothing
+            }
+            _ => Going::Nothing,
+        }
+    }
+
+    pub(super) fn begin_write(&mut self, key: ObjectKey) {
+        self.add(key, State::Writing);
+        self.writing += 1;
+    }
+
+    pub(super) fn end_write(&mut self, key: &ObjectKey, good: bool) {
+        self.writing -= 1;
+        let (id, entry) = self.find(key).expect("it stays while it is written");
+        assert_eq!(entry.state, State::Writing, "{key} was written before");
+        if good {
+            self.set(id, State::Present);
+            self.idle.insert(id);
+        } else {
+            self.forget(id);
+        }
+    }
+
+    pub(super) fn end_remove(&mut self, key: &ObjectKey, good: bool) {
+        self.removing -= 1;
+        let (id, _) = self.find(key).expect("it stays while it is removed");
+        if good { self.forget(id) } else { self.set(id, State::Stuck) }
+    }
+
+    /// Notes a use.
+    pub(super) fn touch(&mut self, key: &ObjectKey) {
+        if let Some((id, _)) = self.find(key) {
+            self.idle.touch(id);
+        }
+    }
+
+    /// The object that may go first.
+    pub(super) fn pop_idle(&mut self) -> Option<Going> {
+        let id = self.idle.pop_victim()?;
+        Some(self.let_go(id))
+    }
+
+    /// Whether the store is to be left alone.
+    pub(super) const fn is_paused(&self) -> bool {
+        self.paused_until.is_some()
+    }
+
+    pub(super) const fn paused_until(&self) -> Option<u64> {
+        self.paused_until
+    }
+
+    /// Ends a pause whose time has come. The next failure begins another one.
+    pub(super) fn resume(&mut self, now_us: u64) {
+        if self.paused_until.is_some_and(|until| until <= now_us) {
+            self.paused_until = None;
+        }
+    }
+
+    pub(super) fn succeeded(&mut self) {
+        self.failures = 0;
+    }
+
+    /// Counts a failure; true if a pause begins by it.
+    pub(super) fn failed(&mut self, now_us: u64, pause_us: u64, failures_max: u32) -> bool {
+        self.failures = (self.failures + 1).min(failures_max);
+        if self.failures < failures_max || self.is_paused() {
+            return false;
+        }
+        self.paused_until = Some(now_us.saturating_add(pause_us));
+        true
+    }
+}
