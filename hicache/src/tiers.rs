@@ -127,6 +127,13 @@ impl Tiers {
         self.source(key).map(Store::tier)
     }
 
+    /// The tier that an object comes from: the nearest one that has it, or the store that it was
+    /// read from ahead of need.
+    #[must_use]
+    pub fn origin(&self, key: &ObjectKey) -> Option<Tier> {
+        self.host.origin(key).map(Store::tier).or_else(|| self.holds(key))
+    }
+
     /// The nearest store from which an object could be read.
     fn source(&self, key: &ObjectKey) -> Option<Store> {
         Store::ALL.into_iter().find(|store| {
@@ -204,7 +211,7 @@ impl Tiers {
             self.counters[Tier::Host as usize].dropped += 1;
             return None;
         }
-        let Some(slot) = self.take_slot(key) else {
+        let Some(slot) = self.take_slot(key, None) else {
             self.counters[Tier::Host as usize].dropped += 1;
             return None;
         };
@@ -213,8 +220,8 @@ impl Tiers {
         Some((motion, slot))
     }
 
-    fn take_slot(&mut self, key: ObjectKey) -> Option<Slot> {
-        let (slot, gone) = self.host.take(key)?;
+    fn take_slot(&mut self, key: ObjectKey, origin: Option<Store>) -> Option<Slot> {
+        let (slot, gone) = self.host.take(key, origin)?;
         self.counters[Tier::Host as usize].evicted += u64::from(gone.is_some());
         Some(slot)
     }

@@ -231,6 +231,19 @@ impl PrefixTree {
         Ok(Inserted { blocks: chain.len() - known, boundary: taken })
     }
 
+    /// The pages of the longest prefix of `chain` that is here, with or without a boundary; not a
+    /// use of them, and not counted.
+    #[must_use]
+    pub fn peek_blocks(&self, chain: &[ChainHash]) -> Vec<PageRef> {
+        self.nodes.walk(chain).into_iter().map(|id| self.nodes.get(id).block).collect()
+    }
+
+    /// The boundary at the end of the prefix with this hash.
+    #[must_use]
+    pub fn boundary(&self, hash: &ChainHash) -> Option<&Boundary> {
+        self.nodes.get(self.nodes.find(hash)?).boundary.as_ref()
+    }
+
     /// Whether a lookup of the prefix that ends with `hash` could end there.
     #[must_use]
     pub fn has_boundary(&self, hash: &ChainHash) -> bool {

@@ -63,6 +63,24 @@ pub enum Backend {
     Ucx,
 }
 
+/// When prefixes are copied to the tiers below the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub enum WritePolicyArg {
+    /// As soon as they are complete.
+    WriteThrough,
+    /// When a second prompt uses them.
+    WriteThroughSelective,
+}
+
+/// A finite number above zero.
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
+        _ => Err("a number above zero expected".to_owned()),
+    }
+}
+
 /// Flags of a worker process.
 #[derive(Clone, Debug, Args)]
 pub struct ServeArgs {
@@ -111,6 +129,27 @@ pub struct ServeArgs {
     /// Compute every prompt from its first token: keep no prefixes of earlier ones.
     #[arg(long)]
     pub disable_radix_cache: bool,
+    /// Keep prefixes in host memory too, and in a store if one is named.
+    #[arg(
+        long, value_name = "true|false", num_args = 0..=1, require_equals = true,
+        default_value_t = true, default_missing_value = "true", action = clap::ArgAction::Set
+    )]
+    pub enable_hierarchical_cache: bool,
+    /// Host memory for prefixes of each worker, as a multiple of its memory for pages.
+    #[arg(long, default_value_t = 0.5, value_parser = positive, value_name = "RATIO")]
+    pub hicache_ratio: f64,
+    /// Host memory for prefixes of each worker, GiB, instead of --hicache-ratio.
+    #[arg(long, value_parser = positive, value_name = "GIB")]
+    pub hicache_size: Option<f64>,
+    /// When prefixes are copied out of the pages: at once, or when they are used again.
+    #[arg(long, value_enum, default_value_t = WritePolicyArg::WriteThrough)]
+    pub hicache_write_policy: WritePolicyArg,
+    /// Folder for prefixes that are to outlive the process [default: none].
+    #[arg(long, value_name = "DIR")]
+    pub hicache_storage_dir: Option<PathBuf>,
+    /// Most bytes in that folder for each worker, GiB; the least recently used go first.
+    #[arg(long, default_value_t = 16.0, value_parser = positive, value_name = "GIB")]
+    pub hicache_storage_size: f64,
     /// Memory for pages of each worker, MiB [default: a quarter of the machine's, at most 1024].
     #[arg(long)]
     pub kv_memory_mib: Option<u64>,
@@ -210,6 +249,31 @@ pub enum ConfigError {
     #[error("the pages of a worker need {needed} MiB, {free} MiB are free: see --kv-memory-mib")]
     NoRoom {
         /// MiB for its pages.
+        needed: u64,
+        /// MiB that the machine can still give.
+        free: u64,
+    },
+    /// A store needs buffers in host memory.
+    #[error(
+        "--hicache-storage-dir needs the host tier: it can't go with --disable-radix-cache or --enable-hierarchical-cache=false"
+    )]
+    StorageWithoutHost,
+    /// Not even one object of each kind fits.
+    #[error(
+        "host memory of {bytes} bytes for prefixes is too little, at least {needed} are needed: see --hicache-size and --hicache-ratio, or --enable-hierarchical-cache=false"
+    )]
+    HostTooSmall {
+        /// Given.
+        bytes: u64,
+        /// Needed.
+        needed: u64,
+    },
+    /// More host memory than is free now.
+    #[error(
+        "the host tier of a worker's cache needs {needed} MiB, {free} MiB are free: see --hicache-size and --hicache-ratio"
+    )]
+    NoHostRoom {
+        /// MiB for its objects.
         needed: u64,
         /// MiB that the machine can still give.
         free: u64,

@@ -3,6 +3,8 @@
 
 pub mod handoff;
 pub mod hash;
+pub mod mover;
+pub mod objects;
 pub mod payload;
 pub mod pools;
 pub mod regions;

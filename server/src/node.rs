@@ -1,5 +1,6 @@
 //! A worker process put together: model, workers, hand-off, and the engine that HTTP talks to.
 
+mod cache;
 mod memory;
 mod numbers;
 
@@ -9,6 +10,7 @@ use crate::engine::{
     CancelOnDrop, Engine, EngineInfo, GenerateRequest, Generation, Health, Stats, SubmitError,
 };
 use crate::glue::handoff::PageVerifier;
+use crate::glue::mover::Reports;
 use crate::glue::pools::{POOLS, PageCounts, Pools};
 use crate::glue::regions::PoolRegion;
 use crate::worker::{
@@ -265,7 +267,8 @@ impl Node {
             .with_context(|| format!("load the model in {}", path.display()))?;
         let geometry = Geometry::new(config.shape(), args.numerics, args.index_k_dtype)
             .with_context(|| format!("load the model in {}", path.display()))?;
-        memory::sizes(args, &config, &geometry)?;
+        let (_, counts) = memory::sizes(args, &config, &geometry)?;
+        cache::host_plan(args, &geometry, &counts)?;
         Ok(())
     }
 
@@ -302,8 +305,14 @@ impl Node {
             info.context_length,
             parts.model.weight_bytes() >> 20,
         );
-        let mut node =
-            Assembly { parts, options, workers: Vec::new(), threads: Vec::new(), bootstrap: None };
+        let mut node = Assembly {
+            args,
+            parts,
+            options,
+            workers: Vec::new(),
+            threads: Vec::new(),
+            bootstrap: None,
+        };
         match args.disaggregation_mode {
             Mode::Null => node.add_unified()?,
             Mode::Both => node.add_pair()?,
@@ -416,6 +425,7 @@ impl Parts {
 
 /// Workers being added to a process.
 struct Assembly<'a> {
+    args: &'a ServeArgs,
     parts: Parts,
     options: &'a NodeOptions,
     workers: Vec<WorkerHandle>,
@@ -490,7 +500,21 @@ impl Assembly<'_> {
         let (inbox, receiver) = crossbeam_channel::unbounded();
         let config = WorkerConfig { role, ..parts.config };
         let model = Arc::clone(&parts.model);
-        let worker = Worker::new(config, model, pools, receiver, Arc::clone(&shared));
+        let reports = inbox.clone();
+        // A worker that has ended needs no reports.
+        let reports: Reports = Arc::new(move |report| drop(reports.send(WorkerMsg::Moved(report))));
+        // Where both workers share a process, the one that computes has all that the other could keep.
+        let has_cache = self.args.disaggregation_mode != Mode::Both || role != Role::Decode;
+        let of = (parts.fingerprint, parts.layout.as_str());
+        let cache = if has_cache {
+            cache::parts(self.args, role, &pools, &parts.counts, of, &reports)?
+        } else {
+            None
+        };
+        let mut worker = Worker::new(config, model, pools, receiver, Arc::clone(&shared));
+        if let Some(cache) = cache {
+            worker.cache_in(cache);
+        }
         let incarnation = random_incarnation()?;
         let (drivers, ucx) = (Vec::new(), Arc::default());
         Ok(Draft { role, worker, inbox, shared, verifier, drivers, ucx, incarnation })

@@ -1,6 +1,7 @@
 //! A worker: one thread that owns page pools, a scheduler and the sequences, and runs steps of the
 //! model. It hears from clients and from the hand-off through one channel.
 
+pub mod cache;
 pub mod faults;
 mod pages;
 mod prefix;
@@ -11,8 +12,10 @@ mod step;
 
 use crate::engine::{Event, FailureKind, GenerateRequest};
 use crate::glue::handoff::PageVerifier;
+use crate::glue::mover::Report;
 use crate::glue::pools::{POOLS, Pools};
 use crate::scheduler::{Limits, PageNeed, Scheduler, SeqId};
+use cache::{Cache, CacheNumbers, CacheParts};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use dsv4_model::{Model, StepOutput, Workspace};
 use faults::{FaultEvent, Faults};
@@ -95,6 +98,8 @@ pub enum WorkerMsg {
         /// What happened.
         upcall: Upcall,
     },
+    /// A motion of the cache has ended.
+    Moved(Report),
     /// End the thread.
     Stop,
 }
@@ -134,6 +139,8 @@ pub struct Snapshot {
     pub reused_tokens: u64,
     /// What the prefix tree has counted.
     pub prefixes: hicache::Counters,
+    /// The cache below the device, if there is one.
+    pub cache: Option<CacheNumbers>,
     /// Tokens generated here.
     pub generation_tokens: u64,
     /// Prompts that arrived verified from a prefill worker.
@@ -226,6 +233,7 @@ pub struct Worker {
     model: Arc<Model>,
     pools: Pools,
     prefixes: Prefixes,
+    cache: Option<Cache>,
     scheduler: Scheduler,
     sequences: BTreeMap<SeqId, Sequence>,
     attempts: BTreeMap<AttemptId, SeqId>,
@@ -242,8 +250,10 @@ pub struct Worker {
     next_id: SeqId,
 }
 
-/// Pages of each pool that are promised to nobody: fresh targets for retries.
+/// Pages of each pool that are promised to nobody: fresh targets for retries, and pages that are
+/// still being saved to the tiers below when everybody else has let go of them.
 pub const SPARE_PAGES: u32 = 8;
+const _: () = assert!(BOUNDARY_WINDOWS as usize * cache::SAVES_MAX <= SPARE_PAGES as usize);
 
 /// First number that a worker gives to sequences of its own (prompts of peers); clients' numbers
 /// are below it.
@@ -279,6 +289,7 @@ impl Worker {
             model,
             pools,
             prefixes,
+            cache: None,
             scheduler,
             sequences: BTreeMap::new(),
             attempts: BTreeMap::new(),
@@ -300,6 +311,12 @@ impl Worker {
         self.link = Some(link);
     }
 
+    /// Gives the worker tiers below the device.
+    pub fn cache_in(&mut self, parts: CacheParts) {
+        let pending_max = self.pools.count(PoolKind::Block) as usize;
+        self.cache = Some(Cache::new(parts, pending_max));
+    }
+
     /// The pools, to register their memory.
     #[must_use]
     pub fn pools(&self) -> &Pools {
@@ -309,6 +326,7 @@ impl Worker {
     /// Runs until told to stop or until nobody can reach it any more.
     pub fn run(mut self) {
         while let Flow::Go = self.listen() {
+            self.tend_cache();
             self.admit();
             // A step may take seconds; whoever asks meanwhile must see that the worker is busy.
             self.publish();
@@ -320,13 +338,16 @@ impl Worker {
         for seq in std::mem::take(&mut self.sequences).into_values() {
             seq.fail(FailureKind::Unavailable, "the worker was stopped");
         }
+        self.close_cache();
         self.shared.stopped.store(true, Ordering::Release);
     }
 
     /// Takes in all that has come; waits when there is nothing else to do.
     fn listen(&mut self) -> Flow {
         if !self.scheduler.has_work() {
-            match self.inbox.recv_timeout(Duration::from_secs(1)) {
+            let pause = self.cache.as_ref().and_then(Cache::pause);
+            let pause = pause.unwrap_or(Duration::MAX).min(Duration::from_secs(1));
+            match self.inbox.recv_timeout(pause) {
                 Ok(WorkerMsg::Stop) | Err(RecvTimeoutError::Disconnected) => return Flow::Stop,
                 Ok(message) => self.take(message),
                 Err(RecvTimeoutError::Timeout) => return Flow::Go,
@@ -346,6 +367,7 @@ impl Worker {
             WorkerMsg::Submit { id, request, events } => self.submit(id, *request, events),
             WorkerMsg::Cancel(id) => self.cancel(id),
             WorkerMsg::Upcall { driver, upcall } => self.upcall(driver, upcall),
+            WorkerMsg::Moved(report) => self.moved(report),
             WorkerMsg::Stop => {}
         }
     }
@@ -354,6 +376,7 @@ impl Worker {
         let need = need(&self.config, request.prompt.len(), request.max_tokens);
         self.sequences.insert(id, Sequence::of_client(id, request, events));
         self.scheduler.enqueue(id, need);
+        self.prefetch(id);
     }
 
     /// Starts waiting sequences while there is room.
@@ -362,15 +385,25 @@ impl Worker {
             let Some(seq) = self.sequences.get(&id) else { continue };
             if let Origin::Client { .. } = seq.origin {
                 self.shared.queued.fetch_sub(1, Ordering::AcqRel);
-                if self.config.role == Role::Decode {
-                    if self.start_pull(id) {
-                        continue;
-                    }
-                    self.numbers.without_peer += 1;
-                }
             }
-            self.start_local(id);
+            self.start(id);
         }
+    }
+
+    /// Starts an admitted sequence: with what the cache has of its prompt below the device, then
+    /// with its prompt, there where that is computed.
+    fn start(&mut self, id: SeqId) {
+        if self.fetch_prefix(id) {
+            return;
+        }
+        let Some(seq) = self.sequences.get(&id) else { return };
+        if self.config.role == Role::Decode && matches!(seq.origin, Origin::Client { .. }) {
+            if self.start_pull(id) {
+                return;
+            }
+            self.numbers.without_peer += 1;
+        }
+        self.start_local(id);
     }
 
     /// Computes the prompt here.
@@ -413,6 +446,7 @@ impl Worker {
                 self.scheduler.park(id);
                 self.command(attempt, |driver| driver.cancel(attempt));
             }
+            State::Loading { fetch } => self.cancel_loading(fetch),
             State::Unwinding { .. } => seq.state = State::Unwinding { recompute: false },
             State::Prefilling | State::Decoding => self.drop_sequence(id),
         }
@@ -495,6 +529,7 @@ impl Worker {
             };
         }
         n.prefixes = self.prefixes.counters();
+        n.cache = self.cache.as_ref().map(Cache::numbers);
         n.peers =
             self.peers.iter().map(|((driver, _), peer)| (peer.address.clone(), *driver)).collect();
         *self.shared.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = n.clone();

@@ -163,6 +163,7 @@ impl Tiers {
 
     pub(super) fn loaded(&mut self, key: ObjectKey, slot: Slot, fetch: FetchId, outcome: Outcome) {
         if outcome == Outcome::Done {
+            self.host.came_to_use(slot);
             let counters = &mut self.counters[Tier::Host as usize];
             counters.hits += 1;
             counters.hit_bytes += self.limits.object_bytes[key.part as usize - 1];
@@ -239,7 +240,7 @@ impl Tiers {
         if index.reading >= index.limits().motions_max {
             return false;
         }
-        let Some(slot) = self.take_slot(key) else { return false };
+        let Some(slot) = self.take_slot(key, Some(store)) else { return false };
         if let Some(index) = &mut self.stores[store as usize] {
             index.begin_read(&key);
         }

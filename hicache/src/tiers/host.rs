@@ -1,6 +1,6 @@
 //! Which slot of host memory holds which object.
 
-use super::types::Slot;
+use super::types::{Slot, Store};
 use crate::object::{ObjectKey, Part};
 use alloc::collections::BTreeMap;
 use alloc::vec;
@@ -19,6 +19,8 @@ pub(super) enum State {
 struct Entry {
     key: ObjectKey,
     state: State,
+    /// The store that it was read from, until it is used.
+    origin: Option<Store>,
     /// Motions that write or read it.
     motions: u32,
     /// Not to be found any more; free when the last motion has ended.
@@ -68,9 +70,23 @@ impl Host {
         Some((slot, self.entry(slot).state))
     }
 
+    /// The store that an object was read from and not used since.
+    pub(super) fn origin(&self, key: &ObjectKey) -> Option<Store> {
+        self.by_key.get(key).and_then(|slot| self.entry(*slot).origin)
+    }
+
+    /// The object has come to use.
+    pub(super) fn came_to_use(&mut self, slot: Slot) {
+        self.entry_mut(slot).origin = None;
+    }
+
     /// A slot to be filled with an object that has none, and the object that had to go for it.
     /// None if every slot is in motion.
-    pub(super) fn take(&mut self, key: ObjectKey) -> Option<(Slot, Option<ObjectKey>)> {
+    pub(super) fn take(
+        &mut self,
+        key: ObjectKey,
+        origin: Option<Store>,
+    ) -> Option<(Slot, Option<ObjectKey>)> {
         assert!(!self.by_key.contains_key(&key), "{key} has a slot already");
         let slots = &mut self.slots[position(key.part)];
         let (index, gone) = match slots.free.pop() {
@@ -84,7 +100,7 @@ impl Host {
         if let Some(gone) = &gone {
             self.by_key.remove(gone);
         }
-        let entry = Entry { key, state: State::Filling, motions: 1, is_doomed: false };
+        let entry = Entry { key, state: State::Filling, origin, motions: 1, is_doomed: false };
         self.slots[position(key.part)].entries[index as usize] = Some(entry);
         let slot = Slot { part: key.part, index };
         self.by_key.insert(key, slot);

@@ -32,11 +32,8 @@ pub fn digest_of(
     mem: &Mem,
     extents: &[Extent],
 ) -> Result<PageDigest, DeviceError> {
-    for &Extent { offset, len } in extents {
-        let (len, capacity) = (u64::from(len), mem.len());
-        if offset.checked_add(len).is_none_or(|end| end > capacity) {
-            return Err(DeviceError::OutOfRange { offset, len, capacity });
-        }
+    for extent in extents {
+        check_range(mem, extent.offset, extent.len.into())?;
     }
     // Nothing of a page that was given up before.
     let _ = hash.finish();
@@ -48,6 +45,64 @@ pub fn digest_of(
         };
     }
     Ok(PageDigest(hash.finish().expect("each hash of `page_hash` makes a digest")))
+}
+
+/// Copies bytes of page memory to `target` and digests them on the way. The owner of the memory does
+/// not write them meanwhile.
+///
+/// # Errors
+/// [`DeviceError::OutOfRange`].
+pub fn copy_out(
+    hash: &mut dyn PageHash,
+    mem: &Mem,
+    offset: u64,
+    target: &mut [u8],
+) -> Result<PageDigest, DeviceError> {
+    check_range(mem, offset, target.len() as u64)?;
+    let _ = hash.finish();
+    // SAFETY: the source is inside the memory (checked above), which stays mapped while it is
+    // borrowed; the target is borrowed for writing, so it is neither used by others nor a part of it.
+    unsafe {
+        hash.copy(mem.as_ptr().wrapping_add(offset as usize), target.as_mut_ptr(), target.len());
+    };
+    Ok(PageDigest(hash.finish().expect("each hash of `page_hash` makes a digest")))
+}
+
+/// Copies `source` into page memory and digests it on the way. The range belongs to the caller:
+/// nobody else reads or writes it meanwhile.
+///
+/// # Errors
+/// [`DeviceError::OutOfRange`].
+pub fn copy_in(
+    hash: &mut dyn PageHash,
+    source: &[u8],
+    mem: &Mem,
+    offset: u64,
+) -> Result<PageDigest, DeviceError> {
+    check_range(mem, offset, source.len() as u64)?;
+    let _ = hash.finish();
+    // SAFETY: the target is inside the memory (checked above), which stays mapped while it is
+    // borrowed; the caller vouches that it is alone with it, so it does not overlap the source.
+    unsafe {
+        hash.copy(source.as_ptr(), mem.as_ptr().wrapping_add(offset as usize), source.len());
+    };
+    Ok(PageDigest(hash.finish().expect("each hash of `page_hash` makes a digest")))
+}
+
+/// The digest of a slice.
+pub fn digest_slice(hash: &mut dyn PageHash, bytes: &[u8]) -> PageDigest {
+    let _ = hash.finish();
+    // SAFETY: a borrowed slice can be read, and nobody writes it meanwhile.
+    unsafe { hash.read(bytes.as_ptr(), bytes.len()) };
+    PageDigest(hash.finish().expect("each hash of `page_hash` makes a digest"))
+}
+
+fn check_range(mem: &Mem, offset: u64, len: u64) -> Result<(), DeviceError> {
+    let capacity = mem.len();
+    match offset.checked_add(len) {
+        Some(end) if end <= capacity => Ok(()),
+        _ => Err(DeviceError::OutOfRange { offset, len, capacity }),
+    }
 }
 
 /// The portable digest of `kv-pool`.

@@ -30,6 +30,16 @@ pub(super) fn ensure_room(geometry: &Geometry, counts: &PageCounts) -> Result<()
     room(POOLS.into_iter().map(of).sum(), reported("MemAvailable:"))
 }
 
+/// The same for the host tier of a worker's cache.
+pub(super) fn host_room(bytes: u64) -> Result<(), ConfigError> {
+    match reported("MemAvailable:") {
+        Some(free) if bytes > free => {
+            Err(ConfigError::NoHostRoom { needed: bytes.div_ceil(MIB), free: free / MIB })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Whether `bytes` fit into what is free, if that is known.
 fn room(bytes: u64, free: Option<u64>) -> Result<(), ConfigError> {
     match free {

@@ -4,8 +4,11 @@ use super::WorkerHandle;
 use crate::engine::MetricKind::{Counter, Gauge};
 use crate::engine::{Metric, MetricKind, PoolView, WorkerView};
 use crate::glue::pools::POOLS;
+use crate::worker::cache::CacheNumbers;
 use crate::worker::{PoolNumbers, Snapshot};
-use kv_pool::PoolKind;
+use hicache::Part;
+use hicache::tiers::{Tier, TierUse};
+use kv_pool::{BLOCK_TOKENS, PoolKind};
 
 /// A worker as the page shows it.
 pub(super) fn view_of(worker: &WorkerHandle, snapshot: &Snapshot) -> WorkerView {
@@ -74,6 +77,9 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
         let m = of(worker, "dsv4:requests_ended_total", Counter, value, help);
         all.push(labelled(m, "how", how));
     }
+    if let Some(cache) = &n.cache {
+        cache_metrics(worker, cache, &mut all);
+    }
     for (transport, driver) in &worker.drivers {
         for counter in driver.counters().all() {
             let name = format!("dsv4:transfer_{}_total", counter.name);
@@ -88,6 +94,66 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
         }
     }
     all
+}
+
+/// What the tiers below the device hold and have done, tier by tier.
+fn cache_metrics(worker: &WorkerHandle, cache: &CacheNumbers, all: &mut Vec<Metric>) {
+    for (n, tier) in Tier::ALL.into_iter().enumerate() {
+        let Some(used) = cache.used[n] else { continue };
+        let mut add = |metric| all.push(labelled(metric, "tier", tier.name()));
+        for (part, objects) in Part::ALL.into_iter().zip(used.objects) {
+            let help = "Objects of the cache, by tier and part";
+            let metric = of(worker, "dsv4:cache_objects", Gauge, objects, help);
+            add(labelled(metric, "part", part.name()));
+        }
+        for (name, kind, value, help) in tier_numbers(cache, n, &used) {
+            add(of(worker, name, kind, value, help));
+        }
+        let help = "Time that objects took on their way up from a tier";
+        let mut climbing = of(worker, "dsv4:cache_climb_seconds_total", Counter, 0, help);
+        climbing.value = cache.climbs[n].1 as f64 / 1e6;
+        add(climbing);
+    }
+    if let Some(host) = cache.used[Tier::Host as usize] {
+        let tokens = |blocks: u64| blocks * u64::from(BLOCK_TOKENS);
+        let (name, help) = ("sglang:hicache_host_used_tokens", "Tokens of blocks in host memory");
+        all.push(of(worker, name, Gauge, tokens(host.objects[0]), help));
+        let (name, help) =
+            ("sglang:hicache_host_total_tokens", "Tokens that host memory has room for");
+        all.push(of(worker, name, Gauge, tokens(cache.host_blocks), help));
+    }
+    for (end, value) in ["complete", "miss", "late"].into_iter().zip(cache.fetches) {
+        let help = "Prefixes fetched from below the device, by how that ended";
+        let metric = of(worker, "dsv4:cache_fetches_total", Counter, value, help);
+        all.push(labelled(metric, "end", end));
+    }
+    let (name, help) = ("dsv4:cache_saves_late_total", "Objects gone before they could be saved");
+    all.push(of(worker, name, Counter, cache.saves_late, help));
+}
+
+fn tier_numbers(cache: &CacheNumbers, n: usize, used: &TierUse) -> [Plain; 14] {
+    let c = &cache.counters[n];
+    let counter = |name, value, help| (name, Counter, value, help);
+    [
+        ("dsv4:cache_bytes", Gauge, used.bytes, "Bytes in a tier"),
+        ("dsv4:cache_bytes_max", Gauge, used.bytes_max, "Most bytes of a tier"),
+        counter("dsv4:cache_tokens_total", cache.tokens[n], "Prompt tokens that came from a tier"),
+        counter("dsv4:cache_hits_total", c.hits, "Objects that climbed from a tier, verified"),
+        counter("dsv4:cache_hit_bytes_total", c.hit_bytes, "Bytes that climbed from a tier"),
+        counter("dsv4:cache_climbs_total", cache.climbs[n].0, "Objects tried to climb from a tier"),
+        counter("dsv4:cache_stored_total", c.stored, "Objects put into a tier"),
+        counter("dsv4:cache_stored_bytes_total", c.stored_bytes, "Bytes put into a tier"),
+        counter("dsv4:cache_evicted_total", c.evicted, "Objects given up for room"),
+        counter(
+            "dsv4:cache_dropped_total",
+            c.dropped,
+            "Objects not put into a tier: no room or time",
+        ),
+        counter("dsv4:cache_mismatches_total", c.mismatches, "Objects that failed verification"),
+        counter("dsv4:cache_missing_total", c.missing, "Objects that were not there any more"),
+        counter("dsv4:cache_failures_total", c.failures, "Motions that failed otherwise"),
+        counter("dsv4:cache_pauses_total", c.pauses, "Times that a tier was left alone"),
+    ]
 }
 
 fn of(

@@ -4,13 +4,16 @@
 //! Pages that only the tree holds are promised to nobody: they are taken back, least recently used
 //! first, whenever a sequence needs a page and none is free.
 
+use super::cache::needs_boundary;
 use super::sequence::{Sequence, State};
 use super::{Role, Worker};
 use crate::glue::pools::{PoolError, Pools};
 use crate::scheduler::SeqId;
-use hicache::{Action, Boundary, Config, Hit, PrefixTree};
+use hicache::tiers::{Tiers, objects_of};
+use hicache::{Action, Boundary, Config, Hit, ObjectKey, PrefixTree};
 use kv_pool::{
-    BLOCK_TOKENS, Fingerprint, Namespace, Owner, PageRef, PoolKind, WINDOW_PAGE_ROWS, WINDOW_TOKENS,
+    BLOCK_TOKENS, ChainHash, Fingerprint, Namespace, Owner, PageRef, PoolKind, WINDOW_PAGE_ROWS,
+    WINDOW_TOKENS,
 };
 
 /// Prompts stop at least this often, in tokens, at a place where another one can go on.
@@ -18,6 +21,27 @@ const BOUNDARY_EVERY: u32 = 2048;
 
 /// Window pages without which nothing can go on from a 256-token boundary; a carry page is the rest.
 pub const BOUNDARY_WINDOWS: u32 = WINDOW_TOKENS.div_ceil(WINDOW_PAGE_ROWS);
+
+/// What of a prefix is below the device and not on it.
+#[derive(Debug)]
+pub(super) struct Missing {
+    /// Blocks of the prefix.
+    pub(super) depth: usize,
+    /// Pages of those that are here, the first ones.
+    pub(super) blocks: Vec<PageRef>,
+    /// Whether something is needed to go on from its end.
+    pub(super) wants_boundary: bool,
+    /// That, if it is here.
+    pub(super) boundary: Option<Boundary>,
+}
+
+impl Missing {
+    /// Names of the objects.
+    pub(super) fn objects(&self, chain: &[ChainHash]) -> Vec<ObjectKey> {
+        let with_boundary = self.wants_boundary && self.boundary.is_none();
+        objects_of(chain, self.blocks.len(), self.depth, with_boundary)
+    }
+}
 
 /// The prefix tree of a worker and what binds it to the worker's pools.
 #[derive(Debug)]
@@ -114,6 +138,56 @@ impl Prefixes {
         self.hash(seq);
         let most = (seq.tokens.len() - 1) / BLOCK_TOKENS as usize;
         self.tree.as_mut()?.lookup(&seq.chain, most)
+    }
+
+    /// The longest prefix of a sequence that is below the device and, as it is needed, not on it.
+    pub(super) fn missing(
+        &mut self,
+        tiers: &Tiers,
+        seq: &mut Sequence,
+        role: Role,
+    ) -> Option<Missing> {
+        self.tree.as_ref()?;
+        self.hash(seq);
+        let tree = self.tree.as_ref()?;
+        let wants_boundary = needs_boundary(role);
+        // The last token is computed, for its logits; a decode worker gets those from its peer.
+        let tokens = if wants_boundary { seq.tokens.len() - 1 } else { seq.tokens.len() };
+        let most = (tokens / BLOCK_TOKENS as usize).min(seq.chain.len());
+        let chain = &seq.chain[..most];
+        let mut blocks = tree.peek_blocks(chain);
+        let depth = if wants_boundary {
+            let floor = (0..=blocks.len())
+                .rev()
+                .find(|&depth| depth == 0 || tree.has_boundary(&chain[depth - 1]))?;
+            tiers.reach(chain, blocks.len(), floor, most, |hash| tree.has_boundary(hash))?
+        } else {
+            Some(tiers.reach_blocks(chain, blocks.len(), most)).filter(|n| *n > blocks.len())?
+        };
+        blocks.truncate(depth);
+        let end = chain.get(depth.checked_sub(1)?)?;
+        let boundary = if wants_boundary { tree.boundary(end).cloned() } else { None };
+        Some(Missing { depth, blocks, wants_boundary, boundary })
+    }
+
+    /// What is kept to go on from the end of a prefix.
+    pub(super) fn boundary_at(&self, end: &ChainHash) -> Option<Boundary> {
+        self.tree.as_ref()?.boundary(end).cloned()
+    }
+
+    /// Takes over a prefix that came from below.
+    pub(super) fn adopt(
+        &mut self,
+        pools: &mut Pools,
+        chain: &[ChainHash],
+        blocks: &[PageRef],
+        boundary: Option<Boundary>,
+    ) -> Result<(), PoolError> {
+        let Some(tree) = &mut self.tree else { return Ok(()) };
+        if let Err(error) = tree.insert(chain, blocks, boundary) {
+            tracing::debug!(%error, "a prefix from below was not kept");
+        }
+        self.act(pools)
     }
 
     /// Keeps the blocks that a sequence has computed, and with `snapshot` what is needed to go on
@@ -227,7 +301,9 @@ impl Worker {
     /// Keeps the blocks of a prompt that has arrived.
     pub(super) fn keep_blocks(&mut self, id: SeqId) -> Result<(), PoolError> {
         let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };
-        self.prefixes.keep(&mut self.pools, seq, false).map(|_| ())
+        self.prefixes.keep(&mut self.pools, seq, false)?;
+        self.save_prefix(id, false);
+        Ok(())
     }
 
     /// Keeps what a sequence has computed if it stands where that can be of use: where its prompt
@@ -241,7 +317,11 @@ impl Worker {
         if !(decoding || seq.state == State::Prefilling && seq.computed == seq.leg_end) {
             return Ok(());
         }
-        if !self.prefixes.keep(&mut self.pools, seq, true)? || !decoding {
+        let kept = self.prefixes.keep(&mut self.pools, seq, true)?;
+        // Of an output the boundary is saved when it has ended.
+        self.save_prefix(id, !decoding);
+        let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };
+        if !kept || !decoding {
             return Ok(());
         }
         // Of a long output only the last boundary is worth its pages.

@@ -420,6 +420,7 @@ impl Worker {
             }
             State::Unwinding { recompute: false }
             | State::Pulling { .. }
+            | State::Loading { .. }
             | State::Waiting
             | State::Prefilling
             | State::Decoding => self.drop_sequence(id),

@@ -6,6 +6,7 @@ use crate::engine::{Event, FailureKind, FinishReason, GenerateRequest, Usage};
 use crate::glue::handoff::TagBinding;
 use crate::scheduler::SeqId;
 use dsv4_model::sample::{Sampled, SamplingParams};
+use hicache::tiers::FetchId;
 use kv_pool::{ChainHash, Owner, PageRef, PageTable, PlanEntry};
 use pd_transfer::manifest::Manifest;
 use pd_transfer::wire::AttemptId;
@@ -38,6 +39,11 @@ pub(super) enum Origin {
 pub(super) enum State {
     /// Not admitted.
     Waiting,
+    /// Its prefix comes from the cache below the device.
+    Loading {
+        /// Fetch.
+        fetch: FetchId,
+    },
     /// Its pages are being pulled.
     Pulling {
         /// Attempt.
@@ -79,6 +85,12 @@ pub(super) struct Sequence {
     pub(super) chain: Vec<ChainHash>,
     /// The last place in the output from which the prefix tree can go on.
     pub(super) output_boundary: Option<ChainHash>,
+    /// Blocks that were offered to the tiers below the device.
+    pub(super) blocks_saved: u32,
+    /// Times that its prefix was looked for there.
+    pub(super) fetches: u32,
+    /// Tokens that came from there, in the order of [`hicache::tiers::Tier::ALL`].
+    pub(super) from_tiers: [u32; 3],
     pub(super) blocks_sealed: u32,
     pub(super) windows_sealed: u32,
     pub(super) context: Option<Arc<TagBinding>>,
@@ -115,6 +127,9 @@ impl Sequence {
             leg_end: 0,
             chain: Vec::new(),
             output_boundary: None,
+            blocks_saved: 0,
+            fetches: 0,
+            from_tiers: [0; 3],
             blocks_sealed: 0,
             windows_sealed: 0,
             context: None,

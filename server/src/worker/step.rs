@@ -129,6 +129,7 @@ impl Worker {
             }
             Commit::Ended => {
                 self.numbers.ended[0] += 1;
+                self.save_prefix(id, true);
                 self.drop_sequence(id);
             }
             Commit::Gone => {

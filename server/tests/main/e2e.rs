@@ -2,6 +2,8 @@
 
 #[path = "e2e/accounts.rs"]
 mod accounts;
+#[path = "e2e/cache.rs"]
+mod cache;
 #[path = "e2e/client.rs"]
 mod client;
 #[path = "e2e/cluster.rs"]

@@ -1,0 +1,246 @@
+//! Prefixes that come back from host memory and from disk: the answers of a cold start, or a miss.
+
+use super::accounts::assert_all_given_back;
+use super::client::{Metrics, complete, essence, eventually, greedy, healthy, post};
+use super::cluster::{Pair, Server};
+use super::prompts::prompt;
+use futures_util::future::join_all;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+const OUTPUT: u32 = 8;
+const COLD: &str = "--disable-radix-cache";
+/// Device memory for one long prompt or two.
+const SMALL: &str = "--context-length 2560 --max-running-requests 2 --kv-memory-mib 8";
+
+/// Answer and cached tokens.
+async fn ask(url: &str, ids: &[u32]) -> (Value, u64) {
+    let reply = post(&format!("{url}/v1/completions"), &greedy(ids, OUTPUT)).await;
+    let answer = reply.expect("an answer").ok();
+    let cached = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
+    (essence(&answer), cached.as_u64().expect("cached tokens are counted"))
+}
+
+/// A prompt that shares no block with those of another `talk`.
+fn talk(number: u32, tokens: usize) -> Vec<u32> {
+    let mut ids = prompt(2100)[..tokens].to_vec();
+    ids[0] ^= number;
+    ids
+}
+
+/// A folder that goes with its test.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let number = MADE.fetch_add(1, Ordering::Relaxed);
+        let name = format!("dsv4-cache-test-{}-{number}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        std::fs::create_dir(&path).expect("make a folder");
+        Self(path)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // What is left behind is only in the way of nobody.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn storage(dir: &Path) -> String {
+    format!("--hicache-storage-dir {}", dir.display())
+}
+
+/// Waits until all that was saved is written.
+async fn written(url: &str) {
+    let idle = async || {
+        let metrics = Metrics::of(url).await;
+        let stored = |tier: &str| metrics.sum("dsv4:cache_stored_total", &[tier]);
+        (stored("disk") > 0.0 && stored("disk") >= stored("host")).then_some(())
+    };
+    eventually("what is saved is written", idle).await;
+}
+
+/// More conversations than the pages hold, one after the other and again: each second time the
+/// prefix comes from host memory, or from disk where that is too small as well.
+#[tokio::test]
+async fn answers_are_equal_after_eviction_and_return_from_host_and_disk() {
+    let cold = Server::worker("null", COLD);
+    let dir = Folder::new();
+    for (what, mode, flags) in [
+        ("host", "null", "--hicache-size 0.2".to_owned()),
+        ("host", "both", "--hicache-size 0.2".to_owned()),
+        ("disk", "null", format!("--hicache-size 0.01 {}", storage(&dir.0))),
+    ] {
+        let warm = Server::worker(mode, &format!("{SMALL} {flags}"));
+        let mut hits = 0;
+        for round in 0..2 {
+            for number in 0..5 {
+                // The second time one turn longer.
+                let ids = talk(number, 1300 + round * 500 + number as usize);
+                let (answer, _) = ask(&cold.url, &ids).await;
+                let (found, cached) = ask(&warm.url, &ids).await;
+                assert_eq!(found, answer, "{what}, {mode}, talk {number}, round {round}");
+                hits += u32::from(round == 1 && cached == 1280);
+            }
+            if what == "disk" {
+                written(&warm.url).await;
+            }
+        }
+        assert!(hits >= 4, "{what}, {mode}: {hits} of 5 came back");
+        let metrics = Metrics::of(&warm.url).await;
+        let tokens = metrics.sum("dsv4:cache_tokens_total", &[what]);
+        assert!(tokens >= 2.0 * 1280.0, "{what}, {mode}: {tokens} tokens");
+        for bad in ["mismatches", "failures", "missing"] {
+            let name = format!("dsv4:cache_{bad}_total");
+            assert_eq!(metrics.sum(&name, &[]), 0.0, "{bad}, {what}, {mode}");
+        }
+        assert_all_given_back(&[&warm.url]).await;
+    }
+}
+
+/// A process that ends in good order and starts again has what it had.
+#[tokio::test]
+async fn conversation_goes_on_from_disk_after_a_restart() {
+    let cold = Server::worker("null", COLD);
+    let dir = Folder::new();
+    let mut server = Server::worker("null", &storage(&dir.0));
+    let ids = prompt(2300);
+    let (answer, _) = ask(&cold.url, &ids[..2100]).await;
+    assert_eq!(ask(&server.url, &ids[..2100]).await, (answer, 0));
+    server.process.terminate();
+    assert!(server.process.wait_exit().success());
+    server.restart();
+    for n in [2100, 2049, 2300, 600] {
+        let (answer, _) = ask(&cold.url, &ids[..n]).await;
+        let (found, cached) = ask(&server.url, &ids[..n]).await;
+        assert_eq!(found, answer, "{n} tokens");
+        // Of 600 tokens no boundary was ever kept.
+        let expected = if n == 600 { 0 } else { 2048 };
+        assert_eq!(cached, expected, "{n} tokens");
+    }
+    let metrics = Metrics::of(&server.url).await;
+    assert_eq!(metrics.sum("dsv4:cache_tokens_total", &["disk"]), 2048.0);
+    assert_all_given_back(&[&server.url]).await;
+}
+
+/// Killed at any moment, also with half of its writes under way.
+#[tokio::test]
+async fn killed_server_finds_only_what_is_whole() {
+    let cold = Server::worker("null", COLD);
+    let dir = Folder::new();
+    let mut server = Server::worker("null", &storage(&dir.0));
+    for round in 0..3 {
+        let asked: Vec<_> = (0..4).map(|number| talk(round * 4 + number, 1500)).collect();
+        join_all(asked.iter().map(|ids| complete(&server.url, ids, OUTPUT))).await;
+        server.process.kill();
+        server.restart();
+        for ids in &asked {
+            let (answer, _) = ask(&cold.url, ids).await;
+            assert_eq!(ask(&server.url, ids).await.0, answer);
+        }
+        let metrics = Metrics::of(&server.url).await;
+        assert_eq!(metrics.sum("dsv4:cache_mismatches_total", &[]), 0.0, "round {round}");
+    }
+    assert_all_given_back(&[&server.url]).await;
+}
+
+/// Every object on disk is damaged in another place: each is noticed, none is used.
+#[tokio::test]
+async fn damaged_objects_are_misses_that_are_counted() {
+    let cold = Server::worker("null", COLD);
+    let dir = Folder::new();
+    let mut server = Server::worker("null", &storage(&dir.0));
+    let ids = prompt(1300);
+    let (answer, _) = ask(&cold.url, &ids).await;
+    assert_eq!(ask(&server.url, &ids).await, (answer.clone(), 0));
+    written(&server.url).await;
+    server.process.terminate();
+    assert!(server.process.wait_exit().success());
+    let mut damaged = 0;
+    for file in objects_below(&dir.0) {
+        let mut bytes = std::fs::read(&file).expect("an object");
+        let at = (damaged * 9_973 + 777) % bytes.len();
+        bytes[at] ^= 1 << (damaged % 8);
+        std::fs::write(&file, bytes).expect("damage it");
+        damaged += 1;
+    }
+    assert!(damaged > 5, "{damaged} objects");
+    server.restart();
+    assert_eq!(ask(&server.url, &ids).await, (answer.clone(), 0), "nothing of use is left");
+    let metrics = Metrics::of(&server.url).await;
+    let mismatches = metrics.sum("dsv4:cache_mismatches_total", &["disk"]);
+    assert!(mismatches >= 1.0, "{mismatches}");
+    assert_eq!(metrics.sum("dsv4:cache_tokens_total", &[]), 0.0);
+    // What was found to be wrong is written anew, and right.
+    assert_eq!(ask(&server.url, &ids).await.0, answer);
+    assert_all_given_back(&[&server.url]).await;
+}
+
+fn objects_below(dir: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(dir).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        let kind = path.extension().and_then(|kind| kind.to_str()).unwrap_or_default();
+        if path.is_dir() {
+            found.append(&mut objects_below(&path));
+        } else if ["block", "boundary"].contains(&kind) {
+            found.push(path);
+        }
+    }
+    found.sort();
+    found
+}
+
+/// A decode worker keeps blocks only, and pulls what it has not.
+#[tokio::test]
+async fn decode_worker_asks_only_for_what_no_tier_of_its_own_has() {
+    let cold = Server::worker("null", COLD);
+    let flags = format!("{SMALL} --hicache-size 0.2");
+    let pair = Pair::start("shm", &flags);
+    healthy(&pair.decode.url).await;
+    for round in 0..2 {
+        for number in 0..5 {
+            let ids = talk(number, 1300 + round * 300);
+            let (answer, _) = ask(&cold.url, &ids).await;
+            let (found, _) = ask(&pair.decode.url, &ids).await;
+            assert_eq!(found, answer, "talk {number}, round {round}");
+        }
+    }
+    // A decode worker's pages hold more blocks, since it keeps no boundaries.
+    for (url, role, least) in
+        [(&pair.prefill.url, "prefill", 3 * 1280), (&pair.decode.url, "decode", 1024)]
+    {
+        let metrics = Metrics::of(url).await;
+        let tokens = metrics.sum("dsv4:cache_tokens_total", &["host", role]);
+        assert!(tokens >= f64::from(least), "{role}: {tokens}");
+        assert_eq!(metrics.sum("dsv4:prompts_recomputed_total", &[role]), 0.0);
+    }
+    assert_all_given_back(&[&pair.prefill.url, &pair.decode.url]).await;
+}
+
+/// A client that hangs up while its prefix is loaded leaves nothing behind.
+#[tokio::test]
+async fn clients_that_leave_while_a_prefix_is_loaded_leave_nothing() {
+    let dir = Folder::new();
+    let flags = format!("{SMALL} --hicache-size 0.01 {}", storage(&dir.0));
+    let warm = Server::worker("null", &flags);
+    for number in 0..4 {
+        complete(&warm.url, &talk(number, 1300), 1).await;
+    }
+    written(&warm.url).await;
+    let url = format!("{}/v1/completions", warm.url);
+    for turn in 0..40_u32 {
+        let body = greedy(&talk(turn % 4, 1310), OUTPUT);
+        let patience = std::time::Duration::from_micros(u64::from(turn) * 300);
+        // Whether it answers in time says nothing.
+        let _ = tokio::time::timeout(patience, post(&url, &body)).await;
+    }
+    assert_all_given_back(&[&warm.url]).await;
+    let cold = Server::worker("null", COLD);
+    let ids = talk(1, 1320);
+    assert_eq!(ask(&warm.url, &ids).await.0, ask(&cold.url, &ids).await.0);
+}
