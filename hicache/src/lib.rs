@@ -23,7 +23,7 @@
 //! A leaf without a boundary can never be hit, so it is removed as soon as it arises; a tree that
 //! keeps blocks ([`Config::keep_blocks`]) keeps it, for [`PrefixTree::lookup_blocks`]. Whatever goes
 //! comes out as [`Action::Release`].
-#![no_std]
+#![cfg_attr(not(feature = "std"), no_std)]
 #![forbid(unsafe_code)]
 
 extern crate alloc;
@@ -31,6 +31,9 @@ extern crate alloc;
 mod error;
 mod node;
 mod object;
+pub mod store;
+#[cfg(feature = "testing")]
+pub mod testing;
 pub mod tiers;
 mod tree;
 

@@ -1,0 +1,296 @@
+//! A store in a folder: one file an object, written beside its place and moved there.
+
+use super::blob::{BlobStore, Listed, StoreError, check_whole};
+use super::folder::{self, OtherStore, What, failpoint, if_there, sync_folder};
+use super::format::OBJECT_ALIGN;
+use crate::object::ObjectKey;
+use kv_pool::Fingerprint;
+use rustix::fs::OFlags;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::SystemTime;
+
+/// Where a [`FileStore`] lies and what it holds.
+#[derive(Clone, Debug)]
+pub struct FileStoreConfig {
+    /// Folder for stores of all fingerprints; made if it is not there.
+    pub dir: PathBuf,
+    /// Meaning of all bytes.
+    pub fingerprint: Fingerprint,
+    /// Text from which the fingerprint follows, see [`kv_pool::FingerprintInput::describe`].
+    pub layout: String,
+    /// Goes around the page cache where buffer and file system allow it.
+    pub direct: bool,
+}
+
+/// Objects of one fingerprint as files in a folder, which it has for itself while it lives.
+///
+/// A write is in place for good when it returns: the file's bytes and its name were synced.
+/// Uses are kept as the files' times of modification.
+#[derive(Debug)]
+pub struct FileStore {
+    dir: PathBuf,
+    others: Vec<OtherStore>,
+    leftovers: u64,
+    skipped: AtomicU64,
+    /// Direct IO is wanted, and the file system has not refused it.
+    direct: AtomicBool,
+    /// Held, not read.
+    _lock: File,
+}
+
+/// How a file is opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    Buffered,
+    Direct,
+}
+
+impl FileStore {
+    /// Opens the store of a fingerprint in a folder and removes what dead writers left.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Locked`] if another process has it, [`StoreError::LayoutVersion`] and
+    /// [`StoreError::LayoutDiffers`] if the folder is not what it is called, [`StoreError::Io`].
+    /// No object was changed.
+    pub fn open(config: FileStoreConfig) -> Result<Self, StoreError> {
+        let FileStoreConfig { dir: parent, fingerprint, layout, direct } = config;
+        let dir = folder::store_dir(&parent, &fingerprint);
+        fs::create_dir_all(&dir).map_err(StoreError::io("make folder", &dir))?;
+        sync_folder(&parent)?;
+        failpoint("open-folder");
+        let lock = folder::lock(&dir)?;
+        failpoint("open-locked");
+        folder::claim_layout(&dir, &layout)?;
+        let mut leftovers = 0;
+        folder::scan(&dir, &mut |found| {
+            // With the lock held, nobody writes any more what is unfinished.
+            if found.what == What::Leftover && folder::remove_file(&found.path)? {
+                leftovers += 1;
+                failpoint("open-cleaning");
+            }
+            Ok(())
+        })?;
+        failpoint("open-cleaned");
+        let others = folder::others(&parent, &fingerprint, &layout)?;
+        let (skipped, direct) = (AtomicU64::new(0), AtomicBool::new(direct));
+        Ok(Self { dir, others, leftovers, skipped, direct, _lock: lock })
+    }
+
+    /// The folder of this fingerprint.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Stores of other fingerprints that were beside this one when it was opened.
+    #[must_use]
+    pub fn others(&self) -> &[OtherStore] {
+        &self.others
+    }
+
+    /// Unfinished files of dead writers that were removed when it was opened.
+    #[must_use]
+    pub const fn leftovers(&self) -> u64 {
+        self.leftovers
+    }
+
+    /// Files that the last whole [`BlobStore::list`] left out, by name or length.
+    #[must_use]
+    pub fn skipped(&self) -> u64 {
+        self.skipped.load(Ordering::Relaxed)
+    }
+
+    /// Whether aligned buffers go around the page cache: wanted, and not refused so far.
+    #[must_use]
+    pub fn is_direct(&self) -> bool {
+        self.direct.load(Ordering::Relaxed)
+    }
+
+    fn mode(&self, buffer: &[u8]) -> Mode {
+        let aligned = buffer.as_ptr().addr().is_multiple_of(OBJECT_ALIGN)
+            && buffer.len().is_multiple_of(OBJECT_ALIGN);
+        if aligned && self.is_direct() { Mode::Direct } else { Mode::Buffered }
+    }
+
+    /// Does `work`, a second time without direct IO if the file system does not have it.
+    fn with_mode<T>(
+        &self,
+        mode: Mode,
+        mut work: impl FnMut(Mode) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        match work(mode) {
+            Err(StoreError::Io { source, .. })
+                if mode == Mode::Direct && source.kind() == ErrorKind::InvalidInput =>
+            {
+                self.direct.store(false, Ordering::Relaxed);
+                work(Mode::Buffered)
+            }
+            result => result,
+        }
+    }
+
+    /// Writes the unfinished file and moves it to its place.
+    fn place(&self, key: &ObjectKey, bytes: &[u8], mode: Mode) -> Result<(), StoreError> {
+        let (folder, path) = folder::object_path(&self.dir, key);
+        let temporary = folder::unfinished(&path);
+        let file = match options(mode).write(true).create_new(true).open(&temporary) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                make_folder(&self.dir, &folder, key, bytes)?;
+                options(mode).write(true).create_new(true).open(&temporary)
+            }
+            opened => opened,
+        };
+        let written = file.and_then(|file| {
+            failpoint("write-created");
+            fill(file, bytes)?;
+            fs::rename(&temporary, &path)
+        });
+        if let Err(error) = written {
+            // What stays in spite of this goes when the store is opened the next time.
+            let _ = fs::remove_file(&temporary);
+            return Err(write_error(key, bytes, &path, error));
+        }
+        failpoint("write-renamed");
+        sync_folder(&folder)?;
+        failpoint("write-folder-synced");
+        Ok(())
+    }
+
+    fn fetch(&self, key: &ObjectKey, into: &mut [u8], mode: Mode) -> Result<(), StoreError> {
+        let (_, path) = folder::object_path(&self.dir, key);
+        let io = || StoreError::io("read", &path);
+        let file = if_there(options(mode).read(true).open(&path)).map_err(io())?;
+        let mut file = file.ok_or(StoreError::Missing { key: *key })?;
+        let (found, wanted) = (file.metadata().map_err(io())?.len(), into.len() as u64);
+        if found != wanted {
+            return Err(StoreError::Length { key: *key, found, wanted });
+        }
+        file.read_exact(into).map_err(io())
+    }
+}
+
+impl BlobStore for FileStore {
+    fn name(&self) -> &'static str {
+        "disk"
+    }
+
+    fn read(&self, key: &ObjectKey, into: &mut [u8]) -> Result<(), StoreError> {
+        let mode = self.mode(into);
+        self.with_mode(mode, |mode| self.fetch(key, into, mode))
+    }
+
+    fn write(&self, key: &ObjectKey, bytes: &[u8]) -> Result<(), StoreError> {
+        check_whole(key, bytes)?;
+        self.with_mode(self.mode(bytes), |mode| self.place(key, bytes, mode))
+    }
+
+    fn remove(&self, key: &ObjectKey) -> Result<(), StoreError> {
+        failpoint("remove-begun");
+        folder::remove_file(&folder::object_path(&self.dir, key).1)?;
+        failpoint("remove-done");
+        Ok(())
+    }
+
+    fn list(&self, found: &mut dyn FnMut(Listed)) -> Result<(), StoreError> {
+        let mut skipped = 0;
+        folder::scan(&self.dir, &mut |file| {
+            match file.what {
+                What::Object(key) => found(Listed { key, bytes: file.bytes, used: file.used }),
+                What::Misfit(_) | What::Strange => skipped += 1,
+                // Somebody writes it at this moment.
+                What::Leftover => {}
+            }
+            Ok(())
+        })?;
+        self.skipped.store(skipped, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn contains(&self, key: &ObjectKey) -> Result<bool, StoreError> {
+        let (_, path) = folder::object_path(&self.dir, key);
+        let metadata = if_there(fs::symlink_metadata(&path));
+        let metadata = metadata.map_err(StoreError::io("look at", &path))?;
+        Ok(metadata.is_some_and(|metadata| metadata.is_file()))
+    }
+
+    fn touch(&self, key: &ObjectKey) -> Result<(), StoreError> {
+        let (_, path) = folder::object_path(&self.dir, key);
+        let touched = if_there(File::open(&path).and_then(|file| file.set_modified(now())));
+        let touched = touched.map_err(StoreError::io("touch", &path))?;
+        touched.ok_or(StoreError::Missing { key: *key })
+    }
+}
+
+fn options(mode: Mode) -> OpenOptions {
+    let mut options = OpenOptions::new();
+    if mode == Mode::Direct {
+        options.custom_flags(OFlags::DIRECT.bits().cast_signed());
+    }
+    options
+}
+
+/// The time of uses. The file system's own times are coarser and would lie before it.
+fn now() -> SystemTime {
+    SystemTime::now()
+}
+
+fn fill(mut file: File, bytes: &[u8]) -> io::Result<()> {
+    // In two steps, so that a test can die between them; whole blocks for direct IO.
+    let half = bytes.len() / 2 / OBJECT_ALIGN * OBJECT_ALIGN;
+    file.write_all(&bytes[..half])?;
+    failpoint("write-half");
+    file.write_all(&bytes[half..])?;
+    failpoint("write-written");
+    file.set_modified(now())?;
+    file.sync_data()?;
+    failpoint("write-synced");
+    Ok(())
+}
+
+fn make_folder(
+    store: &Path,
+    folder: &Path,
+    key: &ObjectKey,
+    bytes: &[u8],
+) -> Result<(), StoreError> {
+    match fs::create_dir(folder) {
+        Ok(()) => sync_folder(store),
+        // Another thread made it.
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
+        Err(error) => Err(write_error(key, bytes, folder, error)),
+    }
+}
+
+fn write_error(key: &ObjectKey, bytes: &[u8], path: &Path, error: io::Error) -> StoreError {
+    match error.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+            StoreError::NoSpace { key: *key, bytes: bytes.len() as u64 }
+        }
+        _ => StoreError::io("write", path)(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kv_pool::ChainHash;
+
+    #[test]
+    fn a_full_disk_and_a_full_quota_are_no_space() {
+        let key = ObjectKey::block(ChainHash([0; 32]));
+        let error = |code| {
+            write_error(&key, &[0; 4096], Path::new("x"), io::Error::from_raw_os_error(code))
+        };
+        for full in [rustix::io::Errno::NOSPC, rustix::io::Errno::DQUOT] {
+            let error = error(full.raw_os_error());
+            assert!(matches!(error, StoreError::NoSpace { bytes: 4096, .. }), "{error}");
+        }
+        let other = error(rustix::io::Errno::IO.raw_os_error());
+        assert!(matches!(other, StoreError::Io { .. }), "{other}");
+    }
+}
