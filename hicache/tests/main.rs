@@ -5,6 +5,27 @@
 #[cfg(test)]
 #[path = "main/common.rs"]
 mod common;
+#[cfg(all(test, feature = "testing"))]
+#[path = "main/conformance.rs"]
+mod conformance;
+#[cfg(all(test, feature = "testing"))]
+#[path = "main/crash.rs"]
+mod crash;
+#[cfg(all(test, feature = "testing"))]
+#[path = "main/files.rs"]
+mod files;
+#[cfg(all(test, feature = "testing"))]
+#[path = "main/folder.rs"]
+mod folder;
+#[cfg(all(test, feature = "testing"))]
+#[path = "main/format_cases.rs"]
+mod format_cases;
+#[cfg(test)]
+#[path = "main/golden.rs"]
+mod golden;
+#[cfg(test)]
+#[path = "main/properties.rs"]
+mod properties;
 #[cfg(test)]
 #[path = "main/props.rs"]
 mod props;
