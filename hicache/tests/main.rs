@@ -5,19 +5,24 @@
 #[cfg(test)]
 #[path = "main/common.rs"]
 mod common;
-#[cfg(all(test, feature = "testing"))]
+#[cfg(feature = "testing")]
+#[cfg(test)]
 #[path = "main/conformance.rs"]
 mod conformance;
-#[cfg(all(test, feature = "testing"))]
+#[cfg(feature = "testing")]
+#[cfg(test)]
 #[path = "main/crash.rs"]
 mod crash;
-#[cfg(all(test, feature = "testing"))]
+#[cfg(feature = "testing")]
+#[cfg(test)]
 #[path = "main/files.rs"]
 mod files;
-#[cfg(all(test, feature = "testing"))]
+#[cfg(feature = "testing")]
+#[cfg(test)]
 #[path = "main/folder.rs"]
 mod folder;
-#[cfg(all(test, feature = "testing"))]
+#[cfg(feature = "testing")]
+#[cfg(test)]
 #[path = "main/format_cases.rs"]
 mod format_cases;
 #[cfg(test)]

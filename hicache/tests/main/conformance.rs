@@ -113,4 +113,5 @@ fn aligned_buffers_go_around_the_page_cache_or_fall_back() {
         store.read(&key, buffer).unwrap();
         assert_eq!(buffer, object);
     }
+    println!("direct IO: {}", store.is_direct());
 }

@@ -3,10 +3,12 @@
 //! The child is this program again, told by a variable which of the tests here it is to be.
 
 use crate::folder::{Folder, LAYOUT, files, object_files, open, open_as, read_all};
-use hicache::store::format::verify_object;
+use hicache::ObjectKey;
+use hicache::store::format::{Header, Section, verify_object};
 use hicache::store::{BlobStore, StoreError, at_rest};
 use hicache::testing::conformance::{FINGERPRINT, key, object};
 use hicache::testing::{FAILPOINT_VARIABLE, FAILPOINTS};
+use kv_pool::{CacheKind, PageTag};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
@@ -26,6 +28,17 @@ fn child(test: &str, dir: &Path) -> Command {
     // An abort must not leave a core file in the tree.
     command.current_dir(dir).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     command
+}
+
+/// An object of 2 MiB, so that a kill finds it half written now and then.
+fn large(key: ObjectKey, seed: u8) -> Vec<u8> {
+    let (kind, tag) = (CacheKind::C4Kv, PageTag([0; 16]));
+    let section = Section { kind, layer: 2, rows: 64, page_no: 0, bytes: 1 << 21, tag };
+    let (fingerprint, sections) = (FINGERPRINT, vec![section]);
+    let mut header = Header { fingerprint, key, tokens: 256, sections };
+    let mut bytes = vec![seed; header.object_bytes() as usize];
+    header.seal(&mut bytes).expect("an object of the right length");
+    bytes
 }
 
 /// A child that writes for ever, after its first writes; it does not outlive its test.
@@ -68,9 +81,10 @@ fn child_lives_one_life() {
 fn child_writes_for_ever() {
     let Some(dir) = std::env::var_os(FOLDER) else { return };
     let store = open(Path::new(&dir));
+    let objects: Vec<_> = (0..10).map(|n| large(key(n % 5), n)).collect();
     for round in 0_u32.. {
         let number = (round % 5) as u8;
-        store.write(&key(number), &object(key(number), (round / 5) as u8)).unwrap();
+        store.write(&key(number), &objects[round as usize % 10]).unwrap();
         if round.is_multiple_of(7) {
             store.remove(&key((number + 1) % 5)).unwrap();
         }
@@ -83,6 +97,7 @@ fn child_writes_for_ever() {
 /// What must hold after any death: the store opens, all in it verifies, nothing else is there.
 fn survives(dir: &Path, what: &str) {
     let store = open(dir);
+    println!("{what}: {} unfinished files", store.leftovers());
     for (key, bytes) in read_all(&store) {
         let header = verify_object(&bytes).unwrap_or_else(|e| panic!("{what}: {key}: {e}"));
         header.check_identity(&FINGERPRINT, &key).unwrap();
