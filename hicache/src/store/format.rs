@@ -344,10 +344,9 @@ impl Header {
         }
         let count = u32::from_le_bytes(at(header, 68)) as usize;
         let entries_end = FIXED_BYTES + count * ENTRY_BYTES;
-        for range in ZEROS.into_iter().chain([entries_end..header.len()]) {
-            if let Some(offset) = first_nonzero(header, range) {
-                return Err(FormatError::Reserved { offset });
-            }
+        let mut zeros = ZEROS.into_iter().chain(core::iter::once(entries_end..header.len()));
+        if let Some(offset) = zeros.find_map(|range| first_nonzero(header, range)) {
+            return Err(FormatError::Reserved { offset });
         }
         let part = Part::ALL.into_iter().find(|&part| part as u8 == header[64]);
         let part = part.ok_or(FormatError::UnknownPart { found: header[64] })?;
