@@ -320,6 +320,19 @@ impl PrefixTree {
         evicted.count()
     }
 
+    /// The up to `count` blocks that would go first, with what their nodes hold, and how many blocks
+    /// each prefix has.
+    pub fn coldest(
+        &self,
+        count: usize,
+    ) -> impl Iterator<Item = (ChainHash, usize, PageRef, Option<&Boundary>)> {
+        self.order.iter().take(count).map(|id| {
+            let node = self.nodes.get(NodeId(id));
+            let depth = self.nodes.ancestry(NodeId(id)).len();
+            (node.hash, depth, node.block, node.boundary.as_ref())
+        })
+    }
+
     /// What is to be done next. The caller does all of it after each call that changes the tree.
     pub fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()

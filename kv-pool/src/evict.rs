@@ -39,6 +39,11 @@ impl Lru {
     pub fn new() -> Self {
         Self::default()
     }
+
+    /// The candidates, the one that should go first first.
+    pub fn iter(&self) -> impl Iterator<Item = u64> {
+        self.order.values().copied()
+    }
 }
 
 impl EvictionOrder for Lru {

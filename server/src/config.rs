@@ -71,6 +71,8 @@ pub enum WritePolicyArg {
     WriteThrough,
     /// When a second prompt uses them.
     WriteThroughSelective,
+    /// When their pages are about to be needed for others.
+    WriteBack,
 }
 
 /// A finite number above zero.
@@ -141,7 +143,7 @@ pub struct ServeArgs {
     /// Host memory for prefixes of each worker, GiB, instead of --hicache-ratio.
     #[arg(long, value_parser = positive, value_name = "GIB")]
     pub hicache_size: Option<f64>,
-    /// When prefixes are copied out of the pages: at once, or when they are used again.
+    /// When prefixes are copied out of the pages: at once, when used again, or before they go.
     #[arg(long, value_enum, default_value_t = WritePolicyArg::WriteThrough)]
     pub hicache_write_policy: WritePolicyArg,
     /// Folder for prefixes that are to outlive the process [default: none].

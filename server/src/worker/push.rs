@@ -111,6 +111,7 @@ impl Worker {
             table: None,
             owner: Owner::Sequence(id),
             sampling: request.sampling,
+            salt: request.cache_salt,
             max_tokens: 1,
             stop_tokens: Vec::new(),
             cached: 0,
@@ -177,7 +178,12 @@ impl Worker {
         }
         let Some(seq) = self.sequences.get(&id) else { return };
         let Origin::Peer { attempt, plan, offered, .. } = &seq.origin else { return };
-        let first = FirstToken { tokens: seq.prompt_len as u32, cached: seq.cached, sampled };
+        let first = FirstToken {
+            tokens: seq.prompt_len as u32,
+            cached: seq.cached,
+            cached_below: seq.cached_below(),
+            sampled,
+        };
         let record = offered.record(plan_hash(plan), first.encode());
         let attempt = *attempt;
         self.command(attempt, |driver| driver.finish(attempt, record));

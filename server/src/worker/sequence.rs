@@ -75,6 +75,8 @@ pub(super) struct Sequence {
     pub(super) table: Option<PageTable>,
     pub(super) owner: Owner,
     pub(super) sampling: SamplingParams,
+    /// Whom cached prefixes are shared with, see [`GenerateRequest::cache_salt`].
+    pub(super) salt: String,
     pub(super) max_tokens: u32,
     pub(super) stop_tokens: Vec<u32>,
     /// Prompt tokens that a cache had, here or at the peer that computed the prompt.
@@ -121,6 +123,7 @@ impl Sequence {
             table: None,
             owner: Owner::Sequence(id),
             sampling: request.sampling,
+            salt: request.cache_salt,
             max_tokens: request.max_tokens,
             stop_tokens: request.stop_tokens,
             cached: 0,
@@ -139,6 +142,17 @@ impl Sequence {
             may_ask_again: false,
             quarantined: Vec::new(),
         }
+    }
+
+    /// Which of the cached tokens came from each tier below the device. What was fetched counts as
+    /// far as it was used.
+    pub(super) fn cached_below(&self) -> [u32; 3] {
+        let mut left = self.cached;
+        self.from_tiers.map(|tokens| {
+            let counted = tokens.min(left);
+            left -= counted;
+            counted
+        })
     }
 
     /// Says that the output is lost.
@@ -169,7 +183,8 @@ impl Sequence {
 
     fn finish(&self, reason: FinishReason, completion_tokens: u32) -> Commit {
         let (prompt_tokens, cached_tokens) = (self.prompt_len as u32, self.cached);
-        let usage = Usage { prompt_tokens, completion_tokens, cached_tokens };
+        let cached_below = self.cached_below();
+        let usage = Usage { prompt_tokens, completion_tokens, cached_tokens, cached_below };
         if let Origin::Client { events } = &self.origin {
             let _ = events.send(Event::Finished { reason, usage });
         }
