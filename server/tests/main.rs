@@ -10,6 +10,8 @@ mod e2e;
 mod fake;
 #[path = "main/http.rs"]
 mod http;
+#[path = "main/objects.rs"]
+mod objects;
 #[path = "main/payload.rs"]
 mod payload;
 #[path = "main/recipe.rs"]
