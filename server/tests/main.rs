@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "main/at_rest.rs"]
+mod at_rest;
 #[path = "main/client.rs"]
 mod client;
 #[path = "main/e2e.rs"]
