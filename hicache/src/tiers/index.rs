@@ -64,6 +64,8 @@ pub(super) struct Index {
     pub(super) writing: usize,
     failures: u32,
     paused_until: Option<u64>,
+    /// What the store turned out to have room for, in bytes, and until when that is believed.
+    found_full: Option<(u64, u64)>,
 }
 
 impl Index {
@@ -81,6 +83,7 @@ impl Index {
             writing: 0,
             failures: 0,
             paused_until: None,
+            found_full: None,
         }
     }
 
@@ -149,11 +152,13 @@ impl Index {
     /// Whether an object of a part could be added, and what has to go for it.
     pub(super) fn make_room(&mut self, part: Part) -> Room {
         let wanted = self.used.bytes + self.bytes_of(part);
-        let bytes_fit = self.limits.bytes_max.is_none_or(|max| wanted <= max);
+        let found = self.found_full.map(|(bytes, _)| bytes);
+        let max = [self.limits.bytes_max, found].into_iter().flatten().min();
+        let bytes_fit = max.is_none_or(|max| wanted <= max);
         if bytes_fit && self.entries.len() < self.limits.objects_max {
             return Room::Yes;
         }
-        if self.limits.bytes_max.is_some_and(|max| self.bytes_of(part) > max) {
+        if max.is_some_and(|max| self.bytes_of(part) > max) {
             return Room::Never;
         }
         if self.removing > 0 {
@@ -263,12 +268,22 @@ impl Index {
         self.paused_until.is_some()
     }
 
-    pub(super) const fn paused_until(&self) -> Option<u64> {
-        self.paused_until
+    /// The store has no room for more than what is in it, whatever its limit says; for a while that
+    /// is believed, and older objects make room for new ones.
+    pub(super) fn is_full(&mut self, now_us: u64, pause_us: u64) {
+        self.found_full = Some((self.used.bytes, now_us.saturating_add(pause_us)));
+    }
+
+    /// When a pause, or the belief that the store is full, ends.
+    pub(super) fn due(&self) -> Option<u64> {
+        self.paused_until.into_iter().chain(self.found_full.map(|(_, until)| until)).min()
     }
 
     /// Ends a pause whose time has come. The next failure begins another one.
     pub(super) fn resume(&mut self, now_us: u64) {
+        if self.found_full.is_some_and(|(_, until)| until <= now_us) {
+            self.found_full = None;
+        }
         if self.paused_until.is_some_and(|until| until <= now_us) {
             self.paused_until = None;
         }

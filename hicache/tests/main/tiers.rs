@@ -84,6 +84,8 @@ struct World {
     seen: BTreeMap<&'static str, u64>,
     faults: bool,
     stores_down: bool,
+    /// What the disk really has room for.
+    room: u64,
 }
 
 impl World {
@@ -114,6 +116,7 @@ impl World {
             pause_us: 500,
             failures_max: 3,
         };
+        let room = if random.one_in(3) { 70 + random.below(60) as u64 } else { u64::MAX };
         Self {
             random,
             tiers: Tiers::new(limits),
@@ -130,6 +133,7 @@ impl World {
             seen: BTreeMap::new(),
             faults,
             stores_down: false,
+            room,
         }
     }
 
@@ -331,6 +335,11 @@ impl World {
                 if self.stores_down || fails {
                     return if self.random.one_in(2) { Outcome::NoSpace } else { Outcome::Failed };
                 }
+                let there: u64 = self.stores[0].keys().map(|key| bytes_of(key.part)).sum();
+                if store == Store::Disk && there + bytes_of(key.part) > self.room {
+                    self.count("full");
+                    return Outcome::NoSpace;
+                }
                 self.stores[store as usize].insert(key, content);
                 self.wrong_objects.remove(&(store, key));
                 Outcome::Done
@@ -479,6 +488,7 @@ fn random_traffic_with_faults_keeps_every_promise() {
         "pauses",
         "evicted",
         "missing",
+        "full",
     ] {
         assert!(seen.get(what).copied().unwrap_or(0) > 100, "hardly ever: {what}; {seen:?}");
     }
@@ -499,8 +509,30 @@ fn without_faults_nothing_is_wrong_and_prefixes_are_found_again() {
         totals.1 += world.seen.get("miss").copied().unwrap_or(0);
         for tier in Tier::ALL {
             let counters = world.tiers.counters(tier);
-            assert_eq!((counters.mismatches, counters.failures), (0, 0), "{tier}");
+            let full = if tier == Tier::Disk { world.seen.get("full").copied() } else { None };
+            let failed = (counters.mismatches, counters.failures);
+            assert_eq!(failed, (0, full.unwrap_or(0)), "{tier}");
         }
     }
     assert!(totals.0 > 20 * totals.1, "{totals:?} complete and missed");
+}
+
+/// A disk that others fill has less room than the tier may take: it goes on with what there is.
+#[test]
+fn full_disk_keeps_what_is_new() {
+    let mut world = World::new(3, WritePolicy::Through, false);
+    while world.limits.disk.is_none_or(|disk| disk.bytes_max < Some(150)) {
+        let seed = world.random.next();
+        world = World::new(seed, WritePolicy::Through, false);
+    }
+    world.room = 90;
+    for _ in 0..20_000 {
+        world.step();
+    }
+    let disk = world.tiers.counters(Tier::Disk);
+    assert_eq!(disk.pauses, 0, "a full disk is no broken one");
+    assert!(disk.stored > 200, "{} objects were written", disk.stored);
+    // Most writes fit after something had to go.
+    assert!(disk.failures < disk.stored / 2, "{} of {}", disk.failures, disk.stored);
+    world.drain();
 }
