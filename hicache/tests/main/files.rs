@@ -312,7 +312,7 @@ fn folders_and_files_are_their_owners_alone() {
     for file in &files {
         assert_eq!(mode(file), 0o600, "{}", file.display());
         // Up to what was there before, which is somebody else's to set.
-        for made in file.ancestors().skip(1).take_while(|above| **above != **folder) {
+        for made in file.ancestors().skip(1).take_while(|above| **above != *folder) {
             assert_eq!(mode(made), 0o700, "{}", made.display());
         }
     }
