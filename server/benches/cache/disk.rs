@@ -107,19 +107,19 @@ fn read_plain(path: &Path, is_direct: bool, count: usize, bytes: usize) -> Outco
     let next = AtomicUsize::new(0);
     let mut buffers: Vec<Buffer> = (0..THREADS).map(|_| Buffer::new(bytes)).collect();
     let begin = Instant::now();
-    std::thread::scope(|scope| {
-        let work = |buffer: &mut Buffer| -> std::io::Result<()> {
-            loop {
-                let number = next.fetch_add(1, Ordering::Relaxed);
-                if number >= count {
-                    return Ok(());
-                }
-                file.read_exact_at(buffer.as_mut_slice(), (number * bytes) as u64)?;
+    let work = |buffer: &mut Buffer| -> std::io::Result<()> {
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= count {
+                return Ok(());
             }
-        };
-        let work = &work;
-        let threads: Vec<_> =
-            buffers.iter_mut().map(|buffer| scope.spawn(move || work(buffer))).collect();
+            file.read_exact_at(buffer.as_mut_slice(), (number * bytes) as u64)?;
+        }
+    };
+    let work = &work;
+    std::thread::scope(|scope| {
+        let run = |buffer| scope.spawn(move || work(buffer));
+        let threads: Vec<_> = buffers.iter_mut().map(run).collect();
         threads.into_iter().try_for_each(|thread| thread.join().expect("it does not panic"))
     })?;
     Ok(begin.elapsed().as_secs_f64())

@@ -29,8 +29,10 @@ mod ttft;
 mod turns;
 
 use report::Report;
+use rustix::time::{ClockId, clock_gettime};
 use std::error::Error;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
@@ -88,6 +90,30 @@ impl Drop for Folder {
         // What is left behind is only in the way of nobody.
         let _ = std::fs::remove_dir_all(&self.0);
     }
+}
+
+/// When something began: by the clock on the wall, and by what this thread has computed so far.
+#[derive(Clone, Copy, Debug)]
+struct Begin {
+    wall: Instant,
+    core_ns: i64,
+}
+
+impl Begin {
+    fn now() -> Self {
+        Self { wall: Instant::now(), core_ns: core_ns() }
+    }
+
+    /// Nanoseconds since then, and how many of them this thread had a core.
+    fn elapsed_ns(self) -> (f64, f64) {
+        let wall = self.wall.elapsed();
+        (wall.as_nanos() as f64, (core_ns() - self.core_ns) as f64)
+    }
+}
+
+fn core_ns() -> i64 {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    time.tv_sec * 1_000_000_000 + time.tv_nsec
 }
 
 /// The middle one of several values.
