@@ -53,9 +53,16 @@ impl Blocks {
         Ok(Self { memory, blocks: blocks.collect(), fingerprint, layout, pools })
     }
 
-    /// Bytes of a block without header and padding.
-    pub(crate) fn block_bytes(&self) -> u64 {
+    /// Bytes from block to block of the pool.
+    pub(crate) fn page_bytes(&self) -> u64 {
         self.pools.geometry().bytes_per_index(PoolKind::Block)
+    }
+
+    /// Bytes of a block that are moved: all but the padding of its pages.
+    pub(crate) fn row_bytes(&self) -> usize {
+        let geometry = self.pools.geometry();
+        let rows = |kind| geometry.extents(kind, geometry.rows_per_page(kind)).bytes() as usize;
+        geometry.sections(PoolKind::Block).iter().map(|section| rows(section.kind)).sum()
     }
 
     /// Bytes of a block's object.

@@ -43,13 +43,15 @@ pub(crate) fn measure(options: &Options, report: &mut Report) -> Outcome<()> {
 
 fn rates(index: IndexKeyType, count: u32, rounds: usize) -> Outcome<Rates> {
     let blocks = Blocks::new(index, count)?;
-    let bytes = blocks.block_bytes() as usize;
-    println!("{index}: {count} blocks of {bytes} bytes, one thread, {rounds} rounds");
+    let (bytes, page) = (blocks.row_bytes(), blocks.page_bytes());
+    println!(
+        "{index}: {count} blocks of {page} bytes, {bytes} without padding, one thread, {rounds} rounds"
+    );
     let mut buffers: Vec<Buffer> = (0..count).map(|_| Buffer::new(blocks.object_bytes())).collect();
     let payload = Header::header_bytes(blocks.sections());
     let payload = payload..payload + bytes;
     // A plain copy has a block in one piece on either side.
-    let place = |number: usize| u64::from(blocks.blocks[number].0.index) * bytes as u64;
+    let place = |number: usize| u64::from(blocks.blocks[number].0.index) * page;
     let mut times: [Vec<f64>; 4] = Default::default();
     for round in 0..=rounds {
         // What is saved is what is loaded; the plain copies leave other bytes behind, so that each
