@@ -39,11 +39,6 @@ impl Lru {
     pub fn new() -> Self {
         Self::default()
     }
-
-    /// The candidates, the one that should go first first.
-    pub fn iter(&self) -> impl Iterator<Item = u64> {
-        self.order.values().copied()
-    }
 }
 
 impl EvictionOrder for Lru {
