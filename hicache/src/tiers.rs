@@ -22,8 +22,8 @@
 //!
 //! - A slot in motion belongs to its motions: one that fills it, or any number that read it. It is
 //!   used for something else only after all of them have been reported.
-//! - What was not reported to be right is never found, and what was reported to be wrong is not
-//!   found again.
+//! - What was not reported to be right is never loaded, and what was reported to be wrong is not
+//!   found again. What is on its way into the host can be found, and a fetch waits for its report.
 //! - Every fetch ends once: complete, with a miss, or at its deadline. It never waits for anything
 //!   but motions under way, and it holds nothing that another one waits for.
 //! - A tier never holds more than its limit, and every queue has an end.

@@ -100,36 +100,8 @@ impl Worker {
         self.next_id += 1;
         let context = Arc::new(TagBinding::new(link.fingerprint, &request.prompt));
         let plan = handoff_plan(self.pools.geometry(), tokens as u32, have);
-        let seq = Sequence {
-            id,
-            name: request.id,
-            origin: Origin::Peer { attempt, plan, blocks_offered: have, offered: Manifest::new() },
-            state: State::Waiting,
-            prompt_len: tokens,
-            tokens: request.prompt,
-            computed: 0,
-            table: None,
-            owner: Owner::Sequence(id),
-            sampling: request.sampling,
-            salt: request.cache_salt,
-            max_tokens: 1,
-            stop_tokens: Vec::new(),
-            cached: 0,
-            leg_end: 0,
-            chain: Vec::new(),
-            output_boundary: None,
-            blocks_saved: 0,
-            fetches: 0,
-            from_tiers: [0; 3],
-            blocks_sealed: 0,
-            windows_sealed: 0,
-            context: Some(context),
-            peer: Some(peer),
-            asked: None,
-            tried: Vec::new(),
-            may_ask_again: false,
-            quarantined: Vec::new(),
-        };
+        let origin = Origin::Peer { attempt, plan, blocks_offered: have, offered: Manifest::new() };
+        let seq = Sequence::of_peer(id, request, origin, peer, context);
         self.sequences.insert(id, seq);
         self.attempts.insert(attempt, id);
         self.scheduler.enqueue(id, need);

@@ -4,6 +4,7 @@ use super::PeerKey;
 use super::faults::PeerName;
 use crate::engine::{Event, FailureKind, FinishReason, GenerateRequest, Usage};
 use crate::glue::handoff::TagBinding;
+use crate::glue::payload::PrefillRequest;
 use crate::scheduler::SeqId;
 use dsv4_model::sample::{Sampled, SamplingParams};
 use hicache::tiers::FetchId;
@@ -112,10 +113,30 @@ impl Sequence {
         request: GenerateRequest,
         events: UnboundedSender<Event>,
     ) -> Self {
+        let GenerateRequest { id: name, prompt, max_tokens, stop_tokens, sampling, cache_salt } =
+            request;
+        let request = PrefillRequest { id: name, prompt, sampling, cache_salt };
+        let waiting = Self::waiting(id, request, Origin::Client { events });
+        Self { max_tokens, stop_tokens, ..waiting }
+    }
+
+    /// One whose prompt a peer wants computed, with its first token.
+    pub(super) fn of_peer(
+        id: SeqId,
+        request: PrefillRequest,
+        origin: Origin,
+        peer: PeerKey,
+        context: Arc<TagBinding>,
+    ) -> Self {
+        let waiting = Self::waiting(id, request, origin);
+        Self { context: Some(context), peer: Some(peer), ..waiting }
+    }
+
+    fn waiting(id: SeqId, request: PrefillRequest, origin: Origin) -> Self {
         Self {
             id,
             name: request.id,
-            origin: Origin::Client { events },
+            origin,
             state: State::Waiting,
             prompt_len: request.prompt.len(),
             tokens: request.prompt,
@@ -124,8 +145,8 @@ impl Sequence {
             owner: Owner::Sequence(id),
             sampling: request.sampling,
             salt: request.cache_salt,
-            max_tokens: request.max_tokens,
-            stop_tokens: request.stop_tokens,
+            max_tokens: 1,
+            stop_tokens: Vec::new(),
             cached: 0,
             leg_end: 0,
             chain: Vec::new(),
