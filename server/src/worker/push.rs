@@ -1,6 +1,6 @@
 //! The prefill side of a hand-off: prompts of decode workers, and the pages lent to them.
 
-use super::sequence::{Origin, Sequence, State};
+use super::sequence::{Origin, Sequence};
 use super::{PeerKey, Worker, pages};
 use crate::engine::FailureKind;
 use crate::glue::handoff::{TagBinding, offer, page_of};
