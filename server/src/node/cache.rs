@@ -133,7 +133,7 @@ pub(super) fn parts(
     };
     let mut tiers = Tiers::new(limits);
     if let Some(store) = &disk {
-        adopt(&mut tiers, &**store, &plan)?;
+        adopt(&mut tiers, store, &plan)?;
     }
     let memory = ObjectMemory::new(pools, fingerprint);
     let stores = [disk.map(|store| store as Arc<dyn BlobStore>), None];
