@@ -20,11 +20,11 @@ const MORE: usize = 128;
 const OUTPUT: u32 = 8;
 /// Requests at a time.
 const AT_ONCE: usize = 4;
-/// Page memory: about a tenth of what all sessions fill in the end (60 times 3 blocks and a boundary
-/// of the mini model), beside what the running ones need.
+/// Page memory: a tenth of the blocks that all sessions fill in the end (60 times 3), those of the
+/// running ones included.
 const DEVICE: &str =
     "--context-length 1024 --max-running-requests 4 --chunked-prefill-size 256 --kv-memory-mib 7";
-/// Host memory in GiB: half of what all sessions fill.
+/// Host memory in GiB: room for all blocks in the end, and for half of the sessions' last boundaries.
 const HOST: &str = "--hicache-size 0.03";
 
 /// What a worker did with all turns.
