@@ -20,11 +20,11 @@ const MORE: usize = 128;
 const OUTPUT: u32 = 8;
 /// Requests at a time.
 const AT_ONCE: usize = 4;
-/// Page memory: about a tenth of what all sessions fill in the end (60 times 3 blocks and a boundary
-/// of the mini model), beside what the running ones need.
+/// Page memory: a tenth of the blocks that all sessions fill in the end (60 times 3), those of the
+/// running ones included.
 const DEVICE: &str =
     "--context-length 1024 --max-running-requests 4 --chunked-prefill-size 256 --kv-memory-mib 7";
-/// Host memory in GiB: half of what all sessions fill.
+/// Host memory in GiB: room for all blocks in the end, and for half of the sessions' last boundaries.
 const HOST: &str = "--hicache-size 0.03";
 
 /// What a worker did with all turns.
@@ -48,15 +48,15 @@ pub(crate) fn measure(options: &Options, report: &mut Report) -> Outcome<()> {
     let folder = Folder::new(&options.dir, "turns")?;
     let disk = format!("{HOST} --hicache-storage-dir {}", folder.0.display());
     let tiers = [
-        ("none", "--disable-radix-cache"),
-        ("device", "--enable-hierarchical-cache=false"),
-        ("host", HOST),
-        ("disk", &disk),
+        ("none", "--disable-radix-cache", &[][..]),
+        ("device", "--enable-hierarchical-cache=false", &[]),
+        ("host", HOST, &["host"]),
+        ("disk", &disk, &["host", "disk"]),
     ];
     let mut rows = Vec::new();
-    for (name, flags) in tiers {
+    for (name, flags, below) in tiers {
         let server = Server::worker("null", &format!("{DEVICE} {flags}"));
-        rows.push(runtime()?.block_on(hold(name, &server, sessions, turns))?);
+        rows.push(runtime()?.block_on(hold((name, below), &server, sessions, turns))?);
     }
     println!("\n| tiers | hit rate | TTFT p50, ms | TTFT p95, ms | tokens/s |");
     println!("|---|---|---|---|---|");
@@ -81,7 +81,12 @@ pub(crate) fn measure(options: &Options, report: &mut Report) -> Outcome<()> {
 }
 
 /// Holds all sessions; a turn begins when all have had the one before.
-async fn hold(name: &'static str, server: &Server, sessions: u32, turns: usize) -> Outcome<Row> {
+async fn hold(
+    (name, tiers): (&'static str, &[&str]),
+    server: &Server,
+    sessions: u32,
+    turns: usize,
+) -> Outcome<Row> {
     // The first request of a process is slower, and not what is measured.
     ask(&server.url, &conversation(sessions, 100), 1).await?;
     let mut random = Random(5);
@@ -119,5 +124,14 @@ async fn hold(name: &'static str, server: &Server, sessions: u32, turns: usize) 
         pages("window"),
         pages("carry")
     );
+    for tier in ["host", "disk"].into_iter().filter(|tier| tiers.contains(tier)) {
+        let held = |part: &str| metrics.sum("dsv4:cache_objects", &[tier, part]);
+        let bytes = metrics.sum("dsv4:cache_bytes", &[tier]) / 1e6;
+        println!(
+            "  {tier}: {} blocks, {} boundaries, {bytes:.0} MB",
+            held("block"),
+            held("boundary")
+        );
+    }
     Ok(row)
 }
