@@ -35,7 +35,7 @@ impl fmt::Display for Tier {
     }
 }
 
-/// A store tier, and its number in [`Stores`].
+/// A store tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Store {
     /// [`Tier::Disk`].
