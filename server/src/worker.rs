@@ -565,7 +565,9 @@ impl Drop for AbortOnPanic {
 }
 
 /// Runs a worker on a thread of its own.
-pub fn spawn(name: &str, worker: Worker) -> std::io::Result<std::thread::JoinHandle<()>> {
+pub fn spawn(name: &str, mut worker: Worker) -> std::io::Result<std::thread::JoinHandle<()>> {
+    // Its numbers are right before it has heard of anything.
+    worker.publish();
     std::thread::Builder::new().name(name.to_owned()).spawn(move || {
         let _guard = AbortOnPanic;
         worker.run();
