@@ -3,11 +3,10 @@
 
 use crate::flash::Blocks;
 use crate::report::Report;
-use crate::{Options, Outcome, median};
+use crate::{Begin, Options, Outcome, median};
 use dsv4_server::glue::mover::Buffer;
 use hicache::store::format::Header;
 use kv_pool::IndexKeyType;
-use std::time::Instant;
 
 /// Blocks of each type: more than the caches hold, on both sides.
 const BLOCKS: u32 = 600;
@@ -52,7 +51,7 @@ fn rates(index: IndexKeyType, count: u32, rounds: usize) -> Outcome<Rates> {
     let payload = payload..payload + bytes;
     // A plain copy has a block in one piece on either side.
     let place = |number: usize| u64::from(blocks.blocks[number].0.index) * page;
-    let mut times: [Vec<f64>; 4] = Default::default();
+    let (mut times, mut on_core): ([Vec<f64>; 4], [Vec<f64>; 4]) = Default::default();
     for round in 0..=rounds {
         // What is saved is what is loaded; the plain copies leave other bytes behind, so that each
         // comes before the one that it is compared with.
@@ -66,24 +65,30 @@ fn rates(index: IndexKeyType, count: u32, rounds: usize) -> Outcome<Rates> {
         })?;
         let load = timed(&mut buffers, |number, buffer| blocks.load(number, buffer.as_slice()))?;
         if round > 0 {
-            for (times, time) in times.iter_mut().zip([load, copy_in, save, copy_out]) {
-                times.push(time);
+            for (n, (wall, core)) in [load, copy_in, save, copy_out].into_iter().enumerate() {
+                times[n].push(wall);
+                on_core[n].push(core);
             }
         }
     }
     let total = bytes as f64 * f64::from(count);
-    let [load, copy_in, save, copy_out] = times.map(|times| total / median(&times) / 1e9);
+    let rates = |times: &[Vec<f64>; 4]| times.each_ref().map(|times| total / median(times));
+    let [load, copy_in, save, copy_out] = rates(&on_core);
+    println!(
+        "on a core: load {load:.2} GB/s beside {copy_in:.2}, save {save:.2} beside {copy_out:.2}"
+    );
+    let [load, copy_in, save, copy_out] = rates(&times);
     Ok(Rates { load, copy_in, save, copy_out })
 }
 
-/// Seconds for all blocks.
+/// Nanoseconds for all blocks, all in all and on a core.
 fn timed(
     buffers: &mut [Buffer],
     mut work: impl FnMut(usize, &mut Buffer) -> Outcome<()>,
-) -> Outcome<f64> {
-    let begin = Instant::now();
+) -> Outcome<(f64, f64)> {
+    let begin = Begin::now();
     for (number, buffer) in buffers.iter_mut().enumerate() {
         work(number, buffer)?;
     }
-    Ok(begin.elapsed().as_secs_f64())
+    Ok(begin.elapsed_ns())
 }

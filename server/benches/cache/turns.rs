@@ -1,14 +1,14 @@
 //! Sessions of several turns on a worker whose pages hold a tenth of them: without a cache, with
 //! the device's alone, with host memory, and with a disk as well.
 
-use crate::client::Metrics;
+use crate::client::{Metrics, eventually};
 use crate::cluster::Server;
 use crate::report::Report;
 use crate::stream::{Answer, ask, runtime};
 use crate::ttft::conversation;
 use crate::{Folder, Options, Outcome, Random, quantile};
 use futures_util::stream::{StreamExt as _, iter};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 const SESSIONS: u32 = 60;
 const QUICK_SESSIONS: u32 = 6;
@@ -20,6 +20,8 @@ const MORE: usize = 128;
 const OUTPUT: u32 = 8;
 /// Requests at a time.
 const AT_ONCE: usize = 4;
+/// How long nothing is written before a store counts as done.
+const QUIET: Duration = Duration::from_millis(200);
 /// Page memory: a tenth of the blocks that all sessions fill in the end (60 times 3), those of the
 /// running ones included.
 const DEVICE: &str =
@@ -27,13 +29,14 @@ const DEVICE: &str =
 /// Host memory in GiB: room for all blocks in the end, and for half of the sessions' last boundaries.
 const HOST: &str = "--hicache-size 0.03";
 
-/// What a worker did with all turns.
-struct Row {
+/// A worker with some of the tiers, and what it has answered so far.
+struct Worker {
     name: &'static str,
-    hit_rate: f64,
-    p50: f64,
-    p95: f64,
-    tok_s: f64,
+    server: Server,
+    /// Its tiers below the device.
+    below: &'static [&'static str],
+    answers: Vec<Answer>,
+    seconds: f64,
 }
 
 pub(crate) fn measure(options: &Options, report: &mut Report) -> Outcome<()> {
@@ -43,95 +46,114 @@ pub(crate) fn measure(options: &Options, report: &mut Report) -> Outcome<()> {
     };
     println!(
         "{sessions} sessions of {turns} turns: {FIRST} tokens, {MORE} more each turn, {OUTPUT} \
-         answered; {AT_ONCE} at a time, the sessions of each turn in another order"
+         answered; {AT_ONCE} at a time, the sessions of each turn in another order; the workers \
+         take turns with all sessions"
     );
     let folder = Folder::new(&options.dir, "turns")?;
     let disk = format!("{HOST} --hicache-storage-dir {}", folder.0.display());
-    let tiers = [
-        ("none", "--disable-radix-cache", &[][..]),
-        ("device", "--enable-hierarchical-cache=false", &[]),
-        ("host", HOST, &["host"]),
-        ("disk", &disk, &["host", "disk"]),
+    let worker = |name, flags: &str, below| Worker {
+        name,
+        server: Server::worker("null", &format!("{DEVICE} {flags}")),
+        below,
+        answers: Vec::new(),
+        seconds: 0.0,
+    };
+    let mut workers = [
+        worker("none", "--disable-radix-cache", &[][..]),
+        worker("device", "--enable-hierarchical-cache=false", &[]),
+        worker("host", HOST, &["host"]),
+        worker("disk", &disk, &["host", "disk"]),
     ];
-    let mut rows = Vec::new();
-    for (name, flags, below) in tiers {
-        let server = Server::worker("null", &format!("{DEVICE} {flags}"));
-        rows.push(runtime()?.block_on(hold((name, below), &server, sessions, turns))?);
+    runtime()?.block_on(hold(&mut workers, sessions, turns))?;
+    say(&workers, report);
+    Ok(())
+}
+
+/// Holds all sessions with each worker; a turn begins when all have had the one before.
+async fn hold(workers: &mut [Worker], sessions: u32, turns: usize) -> Outcome<()> {
+    for worker in &*workers {
+        // The first request of a process is slower, and not what is measured.
+        ask(&worker.server.url, &conversation(sessions, 100), 1).await?;
     }
-    println!("\n| tiers | hit rate | TTFT p50, ms | TTFT p95, ms | tokens/s |");
-    println!("|---|---|---|---|---|");
-    for Row { name, hit_rate, p50, p95, tok_s } in &rows {
-        println!("| {name} | {hit_rate:.3} | {p50:.1} | {p95:.1} | {tok_s:.0} |");
-        let figure = |what: &str| format!("turns.{name}.{what}");
-        report.say(&figure("hit_rate"), *hit_rate, "ratio");
-        report.say(&figure("ttft_p50_ms"), *p50, "ms");
-        report.say(&figure("ttft_p95_ms"), *p95, "ms");
-        report.say(&figure("tok_s"), *tok_s, "tokens/s");
-        if *name != "none" {
-            for (what, of) in [
-                ("ttft_vs_none", "ttft_p50_ms"),
-                ("p95_vs_none", "ttft_p95_ms"),
-                ("tok_s_vs_none", "tok_s"),
-            ] {
-                report.say_ratio(&figure(what), &figure(of), &format!("turns.none.{of}"));
+    let mut random = Random(5);
+    for turn in 0..turns {
+        let mut order: Vec<u32> = (0..sessions).collect();
+        random.shuffle(&mut order);
+        for worker in &mut *workers {
+            let url = &worker.server.url;
+            let one = async |session: u32| {
+                let ids = conversation(session, FIRST + turn * MORE);
+                ask(url, &ids, OUTPUT).await
+            };
+            let begin = Instant::now();
+            let mut held = iter(order.clone()).map(one).buffer_unordered(AT_ONCE);
+            while let Some(answer) = held.next().await {
+                worker.answers.push(answer?);
+            }
+            worker.seconds += begin.elapsed().as_secs_f64();
+            if worker.below.contains(&"disk") {
+                settled(url).await;
             }
         }
+    }
+    for worker in &*workers {
+        println!("{}", held(worker).await);
     }
     Ok(())
 }
 
-/// Holds all sessions; a turn begins when all have had the one before.
-async fn hold(
-    (name, tiers): (&'static str, &[&str]),
-    server: &Server,
-    sessions: u32,
-    turns: usize,
-) -> Outcome<Row> {
-    // The first request of a process is slower, and not what is measured.
-    ask(&server.url, &conversation(sessions, 100), 1).await?;
-    let mut random = Random(5);
-    let mut answers: Vec<Answer> = Vec::new();
-    let begin = Instant::now();
-    for turn in 0..turns {
-        let mut order: Vec<u32> = (0..sessions).collect();
-        random.shuffle(&mut order);
-        let one = async |session: u32| {
-            let ids = conversation(session, FIRST + turn * MORE);
-            ask(&server.url, &ids, OUTPUT).await
-        };
-        let mut held = iter(order).map(one).buffer_unordered(AT_ONCE);
-        while let Some(answer) = held.next().await {
-            answers.push(answer?);
+/// Waits until nothing more is written: the other workers are not to be slowed down by it.
+async fn settled(url: &str) {
+    let mut before = -1.0;
+    eventually("what is saved is written", async || {
+        tokio::time::sleep(QUIET).await;
+        let now = Metrics::of(url).await.sum("dsv4:cache_stored_total", &["disk"]);
+        (std::mem::replace(&mut before, now) == now).then_some(())
+    })
+    .await;
+}
+
+/// What a worker has room for, and what its tiers hold.
+async fn held(worker: &Worker) -> String {
+    let metrics = Metrics::of(&worker.server.url).await;
+    let pages = |pool: &str| metrics.sum("dsv4:pages", &[pool, "total"]);
+    let (block, window, carry) = (pages("block"), pages("window"), pages("carry"));
+    let mut text =
+        format!("{}: pages for {block} blocks, {window} windows, {carry} carries", worker.name);
+    for tier in worker.below {
+        let objects = |part: &str| metrics.sum("dsv4:cache_objects", &[tier, part]);
+        let (blocks, boundaries) = (objects("block"), objects("boundary"));
+        let bytes = metrics.sum("dsv4:cache_bytes", &[tier]) / 1e6;
+        text += &format!("; {tier} {blocks} blocks, {boundaries} boundaries, {bytes:.0} MB");
+    }
+    text
+}
+
+fn say(workers: &[Worker], report: &mut Report) {
+    println!("\n| tiers | hit rate | TTFT p50, ms | TTFT p95, ms | tokens/s |");
+    println!("|---|---|---|---|---|");
+    for Worker { name, answers, seconds, .. } in workers {
+        let total = |of: fn(&Answer) -> u64| answers.iter().map(of).sum::<u64>() as f64;
+        let prompt = total(|a| a.prompt_tokens);
+        let times: Vec<f64> = answers.iter().map(|a| a.first_token.as_secs_f64() * 1e3).collect();
+        let hit_rate = total(|a| a.cached_tokens) / prompt;
+        let (p50, p95) = (quantile(&times, 0.5), quantile(&times, 0.95));
+        let tok_s = (prompt + total(|a| a.output_tokens)) / seconds;
+        println!("| {name} | {hit_rate:.3} | {p50:.1} | {p95:.1} | {tok_s:.0} |");
+        let figure = |what: &str| format!("turns.{name}.{what}");
+        report.say(&figure("hit_rate"), hit_rate, "ratio");
+        report.say(&figure("ttft_p50_ms"), p50, "ms");
+        report.say(&figure("ttft_p95_ms"), p95, "ms");
+        report.say(&figure("tok_s"), tok_s, "tokens/s");
+        if *name == "none" {
+            continue;
+        }
+        for (ratio, of) in [
+            ("ttft_vs_none", "ttft_p50_ms"),
+            ("p95_vs_none", "ttft_p95_ms"),
+            ("tok_s_vs_none", "tok_s"),
+        ] {
+            report.say_ratio(&figure(ratio), &figure(of), &format!("turns.none.{of}"));
         }
     }
-    let seconds = begin.elapsed().as_secs_f64();
-    let metrics = Metrics::of(&server.url).await;
-    let total = |of: fn(&Answer) -> u64| answers.iter().map(of).sum::<u64>() as f64;
-    let prompt = total(|a| a.prompt_tokens);
-    let times: Vec<f64> = answers.iter().map(|a| a.first_token.as_secs_f64() * 1e3).collect();
-    let row = Row {
-        name,
-        hit_rate: total(|a| a.cached_tokens) / prompt,
-        p50: quantile(&times, 0.5),
-        p95: quantile(&times, 0.95),
-        tok_s: (prompt + total(|a| a.output_tokens)) / seconds,
-    };
-    let pages = |pool: &str| metrics.sum("dsv4:pages", &[pool, "total"]);
-    println!(
-        "{name}: {} requests in {seconds:.1} s, pages for {} blocks, {} windows, {} carries",
-        answers.len(),
-        pages("block"),
-        pages("window"),
-        pages("carry")
-    );
-    for tier in ["host", "disk"].into_iter().filter(|tier| tiers.contains(tier)) {
-        let held = |part: &str| metrics.sum("dsv4:cache_objects", &[tier, part]);
-        let bytes = metrics.sum("dsv4:cache_bytes", &[tier]) / 1e6;
-        println!(
-            "  {tier}: {} blocks, {} boundaries, {bytes:.0} MB",
-            held("block"),
-            held("boundary")
-        );
-    }
-    Ok(row)
 }
