@@ -18,6 +18,12 @@ impl Part {
     /// All parts, in the order of their numbers.
     pub const ALL: [Self; 2] = [Self::Block, Self::Boundary];
 
+    /// Position in [`Part::ALL`], for what is kept by part.
+    #[must_use]
+    pub const fn position(self) -> usize {
+        self as usize - 1
+    }
+
     /// Name for files, metrics and logs.
     #[must_use]
     pub const fn name(self) -> &'static str {

@@ -45,19 +45,14 @@ pub use types::{
     StoreLimits, Tier, TierCounters, TierUse, UnknownMotion, WritePolicy,
 };
 
-/// What is under way.
-#[derive(Clone, Copy, Debug)]
-struct Motion {
-    what: Move,
-}
-
 /// The tiers below the device. See the module's documentation for the rules.
 #[derive(Debug)]
 pub struct Tiers {
     limits: Limits,
     host: Host,
     stores: [Option<Index>; 2],
-    motions: BTreeMap<MotionId, Motion>,
+    /// What is under way.
+    motions: BTreeMap<MotionId, Move>,
     next_motion: u64,
     saving: usize,
     fetches: BTreeMap<FetchId, Fetch>,
@@ -230,7 +225,7 @@ impl Tiers {
     fn begin(&mut self, what: Move) -> MotionId {
         self.next_motion += 1;
         let motion = MotionId(self.next_motion);
-        self.motions.insert(motion, Motion { what });
+        self.motions.insert(motion, what);
         if !matches!(what, Move::Save { .. }) {
             self.actions.push_back(Action::Begin { motion, what });
         }
@@ -249,7 +244,7 @@ impl Tiers {
         outcome: Outcome,
     ) -> Result<(), UnknownMotion> {
         self.now_us = self.now_us.max(now_us);
-        let Motion { what } = self.motions.remove(&motion).ok_or(UnknownMotion { motion })?;
+        let what = self.motions.remove(&motion).ok_or(UnknownMotion { motion })?;
         match what {
             Move::Save { key, slot } => self.saved(key, slot, outcome),
             Move::Load { key, slot, fetch } => self.loaded(key, slot, fetch, outcome),
@@ -310,7 +305,7 @@ impl Tiers {
             self.worked(store);
             let counters = &mut self.counters[store.tier() as usize];
             counters.hits += 1;
-            counters.hit_bytes += self.limits.object_bytes[key.part as usize - 1];
+            counters.hit_bytes += self.limits.object_bytes[key.part.position()];
             self.arrived(key);
             return;
         }
@@ -387,7 +382,7 @@ impl Tiers {
     fn count_stored(&mut self, tier: Tier, part: Part) {
         let counters = &mut self.counters[tier as usize];
         counters.stored += 1;
-        counters.stored_bytes += self.limits.object_bytes[part as usize - 1];
+        counters.stored_bytes += self.limits.object_bytes[part.position()];
     }
 
     fn count_failure(&mut self, tier: Tier, outcome: Outcome) {
@@ -524,11 +519,6 @@ impl Tiers {
     #[must_use]
     pub fn fetches(&self) -> usize {
         self.fetches.len()
-    }
-
-    /// All motions under way, for reports.
-    pub fn under_way(&self) -> impl Iterator<Item = (MotionId, Move)> {
-        self.motions.iter().map(|(id, motion)| (*id, motion.what))
     }
 
     /// Objects that wait: for a read, and for a write to each store.

@@ -166,7 +166,7 @@ impl Tiers {
             self.host.came_to_use(slot);
             let counters = &mut self.counters[Tier::Host as usize];
             counters.hits += 1;
-            counters.hit_bytes += self.limits.object_bytes[key.part as usize - 1];
+            counters.hit_bytes += self.limits.object_bytes[key.part.position()];
         } else {
             self.count_failure(Tier::Host, outcome);
             self.host.doom(slot);

@@ -53,13 +53,6 @@ pub(super) struct Host {
     slots: [Slots; 2],
 }
 
-const fn position(part: Part) -> usize {
-    match part {
-        Part::Block => 0,
-        Part::Boundary => 1,
-    }
-}
-
 impl Host {
     pub(super) fn new(blocks: u32, boundaries: u32) -> Self {
         Self { by_key: BTreeMap::new(), slots: [Slots::new(blocks), Slots::new(boundaries)] }
@@ -89,7 +82,7 @@ impl Host {
         origin: Option<Store>,
     ) -> Option<(Slot, Option<ObjectKey>)> {
         assert!(!self.by_key.contains_key(&key), "{key} has a slot already");
-        let slots = &mut self.slots[position(key.part)];
+        let slots = &mut self.slots[key.part.position()];
         let (index, gone) = match slots.free.pop() {
             Some(index) => (index, None),
             None => {
@@ -102,7 +95,7 @@ impl Host {
             self.by_key.remove(gone);
         }
         let entry = Entry { key, state: State::Filling, origin, motions: 1, is_doomed: false };
-        self.slots[position(key.part)].entries[index as usize] = Some(entry);
+        self.slots[key.part.position()].entries[index as usize] = Some(entry);
         let slot = Slot { part: key.part, index };
         self.by_key.insert(key, slot);
         Some((slot, gone))
@@ -125,7 +118,7 @@ impl Host {
         let entry = self.entry_mut(slot);
         assert!(entry.state == State::Ready && !entry.is_doomed, "{slot:?} is not to be read");
         entry.motions += 1;
-        self.slots[position(slot.part)].idle.remove(slot.index.into());
+        self.slots[slot.part.position()].idle.remove(slot.index.into());
     }
 
     /// A motion of the slot has ended.
@@ -136,7 +129,7 @@ impl Host {
         if motions > 0 {
             return;
         }
-        let slots = &mut self.slots[position(slot.part)];
+        let slots = &mut self.slots[slot.part.position()];
         if is_doomed {
             slots.entries[slot.index as usize] = None;
             slots.free.push(slot.index);
@@ -154,7 +147,7 @@ impl Host {
         let (key, motions) = (entry.key, entry.motions);
         self.by_key.remove(&key);
         if motions == 0 {
-            let slots = &mut self.slots[position(slot.part)];
+            let slots = &mut self.slots[slot.part.position()];
             slots.idle.remove(slot.index.into());
             slots.entries[slot.index as usize] = None;
             slots.free.push(slot.index);
@@ -163,7 +156,7 @@ impl Host {
 
     /// Notes a use.
     pub(super) fn touch(&mut self, slot: Slot) {
-        self.slots[position(slot.part)].idle.touch(slot.index.into());
+        self.slots[slot.part.position()].idle.touch(slot.index.into());
     }
 
     /// Nothing can be found any more.
@@ -181,16 +174,16 @@ impl Host {
 
     /// Slots there are.
     pub(super) fn count(&self, part: Part) -> usize {
-        self.slots[position(part)].entries.len()
+        self.slots[part.position()].entries.len()
     }
 
     fn entry(&self, slot: Slot) -> &Entry {
-        let entry = self.slots[position(slot.part)].entries[slot.index as usize].as_ref();
+        let entry = self.slots[slot.part.position()].entries[slot.index as usize].as_ref();
         entry.expect("a slot that is named holds something")
     }
 
     fn entry_mut(&mut self, slot: Slot) -> &mut Entry {
-        let entry = self.slots[position(slot.part)].entries[slot.index as usize].as_mut();
+        let entry = self.slots[slot.part.position()].entries[slot.index as usize].as_mut();
         entry.expect("a slot that is named holds something")
     }
 }

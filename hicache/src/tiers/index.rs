@@ -114,7 +114,7 @@ impl Index {
     }
 
     fn bytes_of(&self, part: Part) -> u64 {
-        self.object_bytes[part as usize - 1]
+        self.object_bytes[part.position()]
     }
 
     fn add(&mut self, key: ObjectKey, state: State) -> u32 {
@@ -130,7 +130,7 @@ impl Index {
             }
         };
         self.ids.insert(key, id);
-        self.used.objects[key.part as usize - 1] += 1;
+        self.used.objects[key.part.position()] += 1;
         self.used.bytes += self.bytes_of(key.part);
         id
     }
@@ -140,7 +140,7 @@ impl Index {
         self.ids.remove(&entry.key);
         self.idle.remove(id.into());
         self.free.push(id);
-        self.used.objects[entry.key.part as usize - 1] -= 1;
+        self.used.objects[entry.key.part.position()] -= 1;
         self.used.bytes -= self.bytes_of(entry.key.part);
     }
 

@@ -6,9 +6,9 @@
 
 use super::objects::{ObjectMemory, ObjectPages};
 use crossbeam_channel::{Receiver, Sender, bounded, select_biased};
+use hicache::ObjectKey;
 use hicache::store::{BlobStore, StoreError};
 use hicache::tiers::{MotionId, Outcome, Slot, Store};
-use hicache::{ObjectKey, Part};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -70,7 +70,7 @@ pub struct HostMemory {
 }
 
 impl HostMemory {
-    /// Buffers for so many objects of each part, of these lengths, in the order of [`Part::ALL`].
+    /// Buffers for so many objects of each part, of these lengths, in the order of [`hicache::Part::ALL`].
     #[must_use]
     pub fn new(counts: [u32; 2], bytes: [u64; 2]) -> Self {
         let places = |n: usize| {
@@ -81,11 +81,7 @@ impl HostMemory {
     }
 
     fn place(&mut self, slot: Slot) -> &mut Place {
-        let part = match slot.part {
-            Part::Block => 0,
-            Part::Boundary => 1,
-        };
-        &mut self.places[part][slot.index as usize]
+        &mut self.places[slot.part.position()][slot.index as usize]
     }
 
     /// Takes the buffer of a slot that is to be filled.

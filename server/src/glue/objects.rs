@@ -15,7 +15,7 @@ use kv_pool::{
 };
 use std::sync::Arc;
 
-/// Window pages of a boundary.
+/// Window pages without which nothing can go on from a 256-token boundary; a carry page is the rest.
 pub const BOUNDARY_WINDOWS: u32 = WINDOW_TOKENS.div_ceil(WINDOW_PAGE_ROWS);
 
 /// Device pages of one object.

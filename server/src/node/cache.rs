@@ -151,7 +151,7 @@ fn adopt(tiers: &mut Tiers, store: &FileStore, plan: &HostPlan) -> anyhow::Resul
     let mut strange = store.skipped();
     store
         .list(&mut |Listed { key, bytes, used }| {
-            if bytes == plan.object_bytes[key.part as usize - 1] {
+            if bytes == plan.object_bytes[key.part.position()] {
                 found.push((used, key));
             } else {
                 strange += 1;

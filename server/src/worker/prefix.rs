@@ -7,20 +7,17 @@
 use super::cache::needs_boundary;
 use super::sequence::{Sequence, State};
 use super::{Role, Worker};
+pub use crate::glue::objects::BOUNDARY_WINDOWS;
 use crate::glue::pools::{PoolError, Pools};
 use crate::scheduler::SeqId;
 use hicache::tiers::{Tiers, objects_of};
 use hicache::{Action, Boundary, Config, Hit, ObjectKey, PrefixTree};
 use kv_pool::{
     BLOCK_TOKENS, ChainHash, Fingerprint, Namespace, Owner, PageRef, PoolKind, WINDOW_PAGE_ROWS,
-    WINDOW_TOKENS,
 };
 
 /// Prompts stop at least this often, in tokens, at a place where another one can go on.
 const BOUNDARY_EVERY: u32 = 2048;
-
-/// Window pages without which nothing can go on from a 256-token boundary; a carry page is the rest.
-pub const BOUNDARY_WINDOWS: u32 = WINDOW_TOKENS.div_ceil(WINDOW_PAGE_ROWS);
 
 /// What of a prefix is below the device and not on it.
 #[derive(Debug)]
