@@ -4,12 +4,16 @@
 
 #[path = "main/client.rs"]
 mod client;
+#[path = "main/conformance.rs"]
+mod conformance;
 #[path = "main/e2e.rs"]
 mod e2e;
 #[path = "main/fake.rs"]
 mod fake;
 #[path = "main/http.rs"]
 mod http;
+#[path = "main/moto.rs"]
+mod moto;
 #[path = "main/payload.rs"]
 mod payload;
 #[path = "main/recipe.rs"]
