@@ -170,7 +170,7 @@ pub(super) fn parts(
     };
     let mut tiers = Tiers::new(limits);
     if let Some(store) = &disk {
-        adopt(&mut tiers, &**store, &plan)?;
+        adopt(&mut tiers, store, &plan)?;
     }
     if let Some(store) = &remote {
         adopt_remote(&mut tiers, store, &plan);
