@@ -31,6 +31,7 @@ extern crate alloc;
 mod error;
 mod node;
 mod object;
+mod order;
 pub mod store;
 #[cfg(feature = "testing")]
 pub mod testing;

@@ -23,8 +23,8 @@
 //!
 //! - A slot in motion belongs to its motions: one that fills it, or any number that read it. It is
 //!   used for something else only after all of them have been reported.
-//! - What was not reported to be right is never found, and what was reported to be wrong is not
-//!   found again.
+//! - What was not reported to be right is never loaded, and what was reported to be wrong is not
+//!   found again. What is on its way into the host can be found, and a fetch waits for its report.
 //! - Every fetch ends once: complete, with a miss, or at its deadline. It never waits for anything
 //!   but motions under way, and it holds nothing that another one waits for.
 //! - A tier never holds more than its limit, and every queue has an end.
@@ -324,7 +324,7 @@ impl Tiers {
         }
         self.count_failure(store.tier(), outcome);
         if outcome == Outcome::Failed || outcome == Outcome::NoSpace {
-            self.did_not_work(store, false);
+            self.did_not_work(store);
             // Whoever wants it would come back to it for ever.
             let going = self.stores[store as usize].as_mut().map(|index| index.doom(&key));
             self.go(store, going.unwrap_or(Going::Nothing));
@@ -347,7 +347,7 @@ impl Tiers {
         } else {
             self.counters[store.tier() as usize].dropped += 1;
             self.count_failure(store.tier(), outcome);
-            self.did_not_work(store, outcome == Outcome::NoSpace);
+            self.write_failed(store, outcome);
         }
     }
 
@@ -373,9 +373,20 @@ impl Tiers {
         }
     }
 
-    /// Counts a failure of a store; with `at_once` it is left alone after the first one.
-    fn did_not_work(&mut self, store: Store, at_once: bool) {
-        let max = if at_once { 1 } else { self.limits.failures_max };
+    /// A full store that removes its own objects goes on with less room; any other failure counts.
+    fn write_failed(&mut self, store: Store, outcome: Outcome) {
+        let (now, pause) = (self.now_us, self.limits.pause_us);
+        match &mut self.stores[store as usize] {
+            Some(index) if outcome == Outcome::NoSpace && index.limits().owned => {
+                index.is_full(now, pause);
+            }
+            _ => self.did_not_work(store),
+        }
+    }
+
+    /// Counts a failure of a store, which is left alone after some.
+    fn did_not_work(&mut self, store: Store) {
+        let max = self.limits.failures_max;
         let Some(index) = &mut self.stores[store as usize] else { return };
         if index.failed(self.now_us, self.limits.pause_us, max) {
             self.counters[store.tier() as usize].pauses += 1;
@@ -462,7 +473,7 @@ impl Tiers {
     /// When [`Tiers::handle_timeout`] wants to be called next.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<u64> {
-        let pauses = self.stores.iter().flatten().filter_map(Index::paused_until);
+        let pauses = self.stores.iter().flatten().filter_map(Index::due);
         pauses.chain(self.fetches.values().map(|fetch| fetch.deadline_us)).min()
     }
 

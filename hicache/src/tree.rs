@@ -2,10 +2,11 @@
 
 use crate::error::{InsertError, PinError};
 use crate::node::{Boundary, NodeId, Nodes, check_pool};
+use crate::order::SlotOrder;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::vec::Vec;
 use core::fmt;
-use kv_pool::{ChainHash, EvictionOrder, Lru, Owner, PageRef, PoolKind};
+use kv_pool::{ChainHash, EvictionOrder, Owner, PageRef, PoolKind};
 
 /// The caller's number for one use of a hit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -105,9 +106,9 @@ pub struct PrefixTree {
     config: Config,
     nodes: Nodes,
     /// All unpinned nodes. A node is always used after those behind it, so the first is a leaf.
-    order: Lru,
+    order: SlotOrder,
     /// All nodes with a boundary that no lease needs.
-    boundary_order: Lru,
+    boundary_order: SlotOrder,
     boundaries: usize,
     leases: BTreeMap<LeaseId, NodeId>,
     actions: VecDeque<Action>,
@@ -121,8 +122,8 @@ impl PrefixTree {
         Self {
             config,
             nodes: Nodes::default(),
-            order: Lru::new(),
-            boundary_order: Lru::new(),
+            order: SlotOrder::default(),
+            boundary_order: SlotOrder::default(),
             boundaries: 0,
             leases: BTreeMap::new(),
             actions: VecDeque::new(),
@@ -220,7 +221,7 @@ impl PrefixTree {
             }
             self.nodes.get_mut(end).boundary = Some(boundary);
             self.boundaries += 1;
-            self.boundary_order.insert(end.0);
+            self.boundary_order.insert(end.place().into());
         }
         self.unpin_path(known_end);
         self.use_now(end);
@@ -255,7 +256,7 @@ impl PrefixTree {
     /// of the same sequence has made superfluous.
     pub fn drop_boundary(&mut self, hash: &ChainHash) -> bool {
         let Some(node) = self.nodes.find(hash) else { return false };
-        if !self.boundary_order.remove(node.0) {
+        if !self.boundary_order.remove(node.place().into()) {
             return false;
         }
         self.take_boundary(node);
@@ -283,7 +284,7 @@ impl PrefixTree {
         }
         self.leases.insert(lease, node);
         self.nodes.get_mut(node).boundary_pins += 1;
-        self.boundary_order.remove(node.0);
+        self.boundary_order.remove(node.place().into());
         self.pin_path(Some(node));
         Ok(())
     }
@@ -295,7 +296,7 @@ impl PrefixTree {
         let ended = self.nodes.get_mut(node);
         ended.boundary_pins -= 1;
         if ended.boundary_pins == 0 {
-            self.boundary_order.insert(node.0);
+            self.boundary_order.insert(node.place().into());
         }
         self.use_now(node);
         true
@@ -318,6 +319,20 @@ impl PrefixTree {
     pub fn evict_boundaries(&mut self, count: usize) -> usize {
         let evicted = (0..count).take_while(|_| self.evict_boundary());
         evicted.count()
+    }
+
+    /// The up to `count` blocks that would go first, with what their nodes hold, and how many blocks
+    /// each prefix has.
+    pub fn coldest(
+        &self,
+        count: usize,
+    ) -> impl Iterator<Item = (ChainHash, usize, PageRef, Option<&Boundary>)> {
+        self.order.iter().take(count).map(|place| {
+            let id = self.nodes.at(place);
+            let node = self.nodes.get(id);
+            let depth = self.nodes.ancestry(id).len();
+            (node.hash, depth, node.block, node.boundary.as_ref())
+        })
     }
 
     /// What is to be done next. The caller does all of it after each call that changes the tree.
@@ -407,10 +422,10 @@ impl PrefixTree {
     /// Notes a use of a node's boundary and of the nodes up to it, those behind before those in
     /// front, so that no node is ever older than one that follows it.
     fn use_now(&mut self, node: NodeId) {
-        self.boundary_order.touch(node.0);
+        self.boundary_order.touch(node.place().into());
         for id in self.nodes.ancestry(node) {
             if self.nodes.get(id).pins == 0 {
-                self.order.insert(id.0);
+                self.order.insert(id.place().into());
             }
         }
     }
@@ -418,7 +433,7 @@ impl PrefixTree {
     fn pin_path(&mut self, end: Option<NodeId>) {
         for id in end.map(|end| self.nodes.ancestry(end)).unwrap_or_default() {
             self.nodes.get_mut(id).pins += 1;
-            self.order.remove(id.0);
+            self.order.remove(id.place().into());
         }
     }
 
@@ -427,7 +442,7 @@ impl PrefixTree {
             let node = self.nodes.get_mut(id);
             node.pins -= 1;
             if node.pins == 0 {
-                self.order.insert(id.0);
+                self.order.insert(id.place().into());
             }
         }
     }
@@ -435,7 +450,7 @@ impl PrefixTree {
     /// Evicts the least recently used unpinned node; false if there is none.
     fn evict_block(&mut self) -> bool {
         let Some(victim) = self.order.pop_victim() else { return false };
-        let parent = self.remove_leaf(NodeId(victim));
+        let parent = self.remove_leaf(self.nodes.at(victim));
         self.remove_useless(parent);
         true
     }
@@ -443,7 +458,7 @@ impl PrefixTree {
     /// Evicts the least recently used boundary that no lease needs; false if there is none.
     fn evict_boundary(&mut self) -> bool {
         let Some(victim) = self.boundary_order.pop_victim() else { return false };
-        self.take_boundary(NodeId(victim));
+        self.take_boundary(self.nodes.at(victim));
         true
     }
 
@@ -464,7 +479,7 @@ impl PrefixTree {
             if end.children > 0 || end.pins > 0 || end.boundary.is_some() {
                 return;
             }
-            self.order.remove(id.0);
+            self.order.remove(id.place().into());
             self.counters.blocks_useless += 1;
             node = self.remove_leaf(id);
         }
@@ -474,7 +489,7 @@ impl PrefixTree {
     fn remove_leaf(&mut self, id: NodeId) -> Option<NodeId> {
         let node = self.nodes.remove(id);
         if let Some(boundary) = &node.boundary {
-            self.boundary_order.remove(id.0);
+            self.boundary_order.remove(id.place().into());
             self.release_boundary(id, boundary);
         }
         self.actions.push_back(Action::Release { owner: Owner::Tree(id.0), page: node.block });

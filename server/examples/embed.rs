@@ -19,6 +19,7 @@ fn main() -> anyhow::Result<()> {
         max_tokens: 48,
         stop_tokens: vec![engine.info().eos_token],
         sampling: dsv4_model::sample::SamplingParams::greedy(),
+        cache_salt: String::new(),
     })?;
     let mut output = Vec::new();
     while let Some(event) = generation.events.blocking_recv() {

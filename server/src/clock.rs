@@ -25,3 +25,9 @@ impl Clock {
 pub fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
+
+/// Time by which ages of files are measured.
+#[must_use]
+pub fn wall_time() -> SystemTime {
+    SystemTime::now()
+}

@@ -1,8 +1,9 @@
 //! Flags, read once and checked once.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use kv_pool::{IndexKeyType, Numerics};
+use kv_pool::{Fingerprint, IndexKeyType, Numerics};
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// DeepSeek-V4 serving engine: prefill and decode apart, every page verified.
 #[derive(Debug, Parser)]
@@ -21,6 +22,9 @@ pub struct Cli {
 pub enum Command {
     /// Spread requests over decode (or unified) workers.
     Router(RouterArgs),
+    /// List, verify or prune what workers keep in the folder of --hicache-storage-dir.
+    #[command(subcommand)]
+    Cache(CacheCommand),
 }
 
 /// Which part of the work a process does.
@@ -71,6 +75,8 @@ pub enum WritePolicyArg {
     WriteThrough,
     /// When a second prompt uses them.
     WriteThroughSelective,
+    /// When their pages are about to be needed for others.
+    WriteBack,
 }
 
 /// A finite number above zero.
@@ -141,7 +147,7 @@ pub struct ServeArgs {
     /// Host memory for prefixes of each worker, GiB, instead of --hicache-ratio.
     #[arg(long, value_parser = positive, value_name = "GIB")]
     pub hicache_size: Option<f64>,
-    /// When prefixes are copied out of the pages: at once, or when they are used again.
+    /// When prefixes are copied out of the pages: at once, when used again, or before they go.
     #[arg(long, value_enum, default_value_t = WritePolicyArg::WriteThrough)]
     pub hicache_write_policy: WritePolicyArg,
     /// Folder for prefixes that are to outlive the process [default: none].
@@ -192,6 +198,99 @@ pub struct RouterArgs {
     /// Most verbose level that is logged.
     #[arg(long, default_value = "info")]
     pub log_level: tracing_subscriber::filter::LevelFilter,
+}
+
+/// What looks after a cache's folder.
+#[derive(Clone, Debug, Subcommand)]
+pub enum CacheCommand {
+    /// Say what lies in the folder: one line for each worker and layout.
+    Ls(CacheLsArgs),
+    /// Read every object and say which are damaged; may run beside workers.
+    ///
+    /// Exit code 0 if all is right, 1 if something is damaged, 2 if the folder or an object could
+    /// not be read.
+    Verify(CacheVerifyArgs),
+    /// Remove what is old, too much, damaged or of another layout; not while workers run.
+    ///
+    /// Without a flag only files go that a writer which died left unfinished. Flags may be combined.
+    /// Exit code 0 if it was done, 2 if not.
+    Prune(CachePruneArgs),
+}
+
+/// Flags of `cache ls`.
+#[derive(Clone, Debug, Args)]
+pub struct CacheLsArgs {
+    /// Folder that was given to --hicache-storage-dir, or one worker's folder in it.
+    #[arg(value_name = "DIR")]
+    pub dir: PathBuf,
+    /// Print one JSON object: bytes, and milliseconds since 1970.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Flags of `cache verify`.
+#[derive(Clone, Debug, Args)]
+pub struct CacheVerifyArgs {
+    /// Folder that was given to --hicache-storage-dir, or one worker's folder in it.
+    #[arg(value_name = "DIR")]
+    pub dir: PathBuf,
+}
+
+/// Flags of `cache prune`.
+#[derive(Clone, Debug, Args)]
+pub struct CachePruneArgs {
+    /// Folder that was given to --hicache-storage-dir, or one worker's folder in it.
+    #[arg(value_name = "DIR")]
+    pub dir: PathBuf,
+    /// Most GiB to leave in each worker's folder; the least recently used objects go first.
+    #[arg(long, value_parser = not_negative, value_name = "GIB")]
+    pub max_size: Option<f64>,
+    /// Remove what was not used for so long: a number with s, m, h or d, like 7d, 12h or 30m.
+    #[arg(long, value_parser = duration, value_name = "DURATION")]
+    pub older_than: Option<Duration>,
+    /// Read every object, and remove those that are damaged.
+    #[arg(long)]
+    pub damaged: bool,
+    /// Remove all layouts but one; alone, it may run while a worker uses that one.
+    #[arg(long, requires = "keep")]
+    pub other_layouts: bool,
+    /// The layout that stays: its 32 hex digits, as `cache ls` and the log of a worker show them.
+    #[arg(long, requires = "other_layouts", value_parser = fingerprint, value_name = "FINGERPRINT")]
+    pub keep: Option<Fingerprint>,
+    /// Say what would go, and remove nothing.
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+/// A finite number that is not below zero.
+fn not_negative(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
+        _ => Err("a number of zero or more expected".to_owned()),
+    }
+}
+
+/// A whole number with a unit.
+fn duration(text: &str) -> Result<Duration, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let seconds = match unit {
+        "s" => 1,
+        "m" => 60,
+        "h" => 60 * 60,
+        "d" => 24 * 60 * 60,
+        _ => return Err("a whole number with s, m, h or d expected, like 7d".to_owned()),
+    };
+    let number = number.parse::<u64>().ok().and_then(|number| number.checked_mul(seconds));
+    number.map(Duration::from_secs).ok_or_else(|| "a smaller whole number expected".to_owned())
+}
+
+/// 32 hex digits.
+fn fingerprint(text: &str) -> Result<Fingerprint, String> {
+    let number = (text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit()))
+        .then(|| u128::from_str_radix(text, 16).ok());
+    let number = number.flatten().ok_or("32 hex digits expected, as `cache ls` shows them")?;
+    Ok(Fingerprint(number.to_be_bytes()))
 }
 
 /// A flag that cannot be used with the others.
@@ -401,6 +500,23 @@ mod tests {
         let other = std::io::Error::from(std::io::ErrorKind::PermissionDenied);
         let error = ConfigError::listen("::1", 80, "--port", &other).to_string();
         assert!(error.starts_with("address [::1]:80 cannot be listened on (permission"), "{error}");
+    }
+
+    #[test]
+    fn ages_and_layouts_are_read_whole_or_not_at_all() {
+        assert_eq!(duration("7d"), Ok(Duration::from_secs(7 * 86_400)));
+        assert_eq!(duration("12h"), Ok(Duration::from_secs(43_200)));
+        assert_eq!(duration("30m"), Ok(Duration::from_secs(1800)));
+        for bad in ["", "7", "d", "-1d", "1.5h", "7 d", "7days", "999999999999999999d"] {
+            assert!(duration(bad).is_err(), "{bad}");
+        }
+        let text = "00112233445566778899aabbccddeeff";
+        assert_eq!(fingerprint(text).map(|keep| keep.to_string()), Ok(text.to_owned()));
+        for bad in ["", "00", "+0112233445566778899aabbccddeeff", &text.replace('f', "g")] {
+            assert!(fingerprint(bad).is_err(), "{bad}");
+        }
+        assert_eq!(not_negative("0"), Ok(0.0));
+        assert!(not_negative("-1").is_err() && not_negative("nan").is_err());
     }
 
     #[test]

@@ -4,6 +4,7 @@
 
 use dsv4_model::sample::{Sampled, SamplingParams};
 use std::fmt;
+use std::pin::Pin;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 /// One prompt to continue.
@@ -19,6 +20,9 @@ pub struct GenerateRequest {
     pub stop_tokens: Vec<u32>,
     /// How tokens are drawn.
     pub sampling: SamplingParams,
+    /// Name of whom cached prefixes are shared with; empty for everybody without one. Prompts of
+    /// different names share nothing, so that no one learns by an answer's speed what others asked.
+    pub cache_salt: String,
 }
 
 /// Why an output ended.
@@ -39,6 +43,9 @@ pub struct Usage {
     pub completion_tokens: u32,
     /// Prompt tokens that were not computed because a cache had them.
     pub cached_tokens: u32,
+    /// Of these, tokens that came from host memory, from disk and from a remote store; the others
+    /// were on the device.
+    pub cached_below: [u32; 3],
 }
 
 /// What went wrong with an accepted request.
@@ -222,6 +229,21 @@ pub struct PoolView {
     pub total: u64,
 }
 
+/// A tier of the cache below the device as the page shows it.
+#[derive(Clone, Debug, Default)]
+pub struct TierView {
+    /// `host`, `disk` or `remote`.
+    pub name: String,
+    /// Bytes of objects.
+    pub bytes: u64,
+    /// Most bytes; 0 if somebody else minds that.
+    pub bytes_max: u64,
+    /// Objects that climbed from it, verified.
+    pub hits: u64,
+    /// Objects that failed verification.
+    pub mismatches: u64,
+}
+
 /// A worker of this process as the page shows it.
 #[derive(Clone, Debug, Default)]
 pub struct WorkerView {
@@ -233,6 +255,8 @@ pub struct WorkerView {
     pub running: u64,
     /// Its page pools.
     pub pools: Vec<PoolView>,
+    /// Tiers of its cache below the pools, nearest first.
+    pub tiers: Vec<TierView>,
     /// Peers: address, state, transport.
     pub peers: Vec<(String, String, String)>,
 }
@@ -246,6 +270,22 @@ pub struct Stats {
     pub workers: Vec<WorkerView>,
 }
 
+/// What was given up when the cache was flushed, in all workers of the process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Flushed {
+    /// Blocks of 256 tokens on the device.
+    pub blocks: u64,
+    /// Places to go on from on the device.
+    pub boundaries: u64,
+    /// Objects in host memory.
+    pub host_objects: u64,
+    /// Objects in the disk store, which go one after the other from then on.
+    pub stored_objects: u64,
+}
+
+/// The numbers of a flush, once every worker has done it.
+pub type Flushing = Pin<Box<dyn Future<Output = Flushed> + Send>>;
+
 /// A worker as the HTTP side sees it.
 pub trait Engine: Send + Sync + fmt::Debug {
     /// Queues a request; never blocks.
@@ -256,4 +296,6 @@ pub trait Engine: Send + Sync + fmt::Debug {
     fn stats(&self) -> Stats;
     /// Current health.
     fn health(&self) -> Health;
+    /// Forgets what is kept for later prompts; with `stores` in the stores too.
+    fn flush_cache(&self, stores: bool) -> Flushing;
 }

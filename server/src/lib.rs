@@ -1,5 +1,6 @@
 //! The serving engine: workers, scheduler, HTTP, router, and the adapters between the crates.
 
+pub mod cache_command;
 pub mod clock;
 pub mod config;
 pub mod engine;

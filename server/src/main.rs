@@ -2,7 +2,9 @@
 
 use anyhow::Context;
 use clap::Parser;
-use dsv4_server::config::{Cli, Command, ConfigError, Mode, RouterArgs, ServeArgs};
+use dsv4_server::cache_command::{self, CacheEnd};
+use dsv4_server::clock::wall_time;
+use dsv4_server::config::{CacheCommand, Cli, Command, ConfigError, Mode, RouterArgs, ServeArgs};
 use dsv4_server::engine::{Engine, Health};
 use dsv4_server::http::{self, HEADER_TIMEOUT, HttpConfig};
 use dsv4_server::node::{Node, NodeEngine};
@@ -19,6 +21,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.command {
         Some(Command::Router(args)) => run_router(&args),
+        Some(Command::Cache(command)) => return run_cache(&command),
         None => run_worker(&cli.serve),
     };
     match result {
@@ -26,6 +29,22 @@ fn main() -> ExitCode {
         Err(error) => {
             complain(&error);
             ExitCode::FAILURE
+        }
+    }
+}
+
+/// Exit code of a cache command that could not do what was asked; clap's for wrong usage is the same.
+const CACHE_NOT_DONE: u8 = 2;
+
+fn run_cache(command: &CacheCommand) -> ExitCode {
+    let end = cache_command::run(command, wall_time(), &mut std::io::stdout().lock());
+    match end {
+        Ok(CacheEnd::Right) => ExitCode::SUCCESS,
+        Ok(CacheEnd::Damaged) => ExitCode::FAILURE,
+        Ok(CacheEnd::Unreadable) => ExitCode::from(CACHE_NOT_DONE),
+        Err(error) => {
+            complain(&error.into());
+            ExitCode::from(CACHE_NOT_DONE)
         }
     }
 }

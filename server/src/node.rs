@@ -7,7 +7,8 @@ mod numbers;
 use crate::clock::{Clock, unix_seconds};
 use crate::config::{Backend, ConfigError, Mode, ServeArgs, is_local};
 use crate::engine::{
-    CancelOnDrop, Engine, EngineInfo, GenerateRequest, Generation, Health, Stats, SubmitError,
+    CancelOnDrop, Engine, EngineInfo, Flushed, Flushing, GenerateRequest, Generation, Health,
+    Stats, SubmitError,
 };
 use crate::glue::handoff::PageVerifier;
 use crate::glue::mover::Reports;
@@ -208,6 +209,33 @@ impl Engine for NodeEngine {
         }
         Health::Ready
     }
+
+    fn flush_cache(&self, stores: bool) -> Flushing {
+        let ask = |worker: &WorkerHandle| {
+            let (done, answer) = tokio::sync::oneshot::channel();
+            // A worker that has ended keeps nothing.
+            drop(worker.inbox.send(WorkerMsg::Flush { stores, done }));
+            answer
+        };
+        let answers: Vec<_> = self.workers.iter().map(ask).collect();
+        Box::pin(async move {
+            let mut parts = Vec::with_capacity(answers.len());
+            for answer in answers {
+                parts.push(answer.await.unwrap_or_default());
+            }
+            sum_of(&parts)
+        })
+    }
+}
+
+/// Sums over workers.
+fn sum_of(parts: &[Flushed]) -> Flushed {
+    parts.iter().fold(Flushed::default(), |sum, part| Flushed {
+        blocks: sum.blocks + part.blocks,
+        boundaries: sum.boundaries + part.boundaries,
+        host_objects: sum.host_objects + part.host_objects,
+        stored_objects: sum.stored_objects + part.stored_objects,
+    })
 }
 
 /// A running process: model, workers and hand-off.

@@ -10,7 +10,7 @@ mod push;
 mod sequence;
 mod step;
 
-use crate::engine::{Event, FailureKind, GenerateRequest};
+use crate::engine::{Event, FailureKind, Flushed, GenerateRequest};
 use crate::glue::handoff::PageVerifier;
 use crate::glue::mover::Report;
 use crate::glue::pools::{POOLS, Pools};
@@ -100,6 +100,13 @@ pub enum WorkerMsg {
     },
     /// A motion of the cache has ended.
     Moved(Report),
+    /// Forget what is kept for later prompts.
+    Flush {
+        /// In the stores too.
+        stores: bool,
+        /// Where the numbers go.
+        done: tokio::sync::oneshot::Sender<Flushed>,
+    },
     /// End the thread.
     Stop,
 }
@@ -368,6 +375,10 @@ impl Worker {
             WorkerMsg::Cancel(id) => self.cancel(id),
             WorkerMsg::Upcall { driver, upcall } => self.upcall(driver, upcall),
             WorkerMsg::Moved(report) => self.moved(report),
+            WorkerMsg::Flush { stores, done } => {
+                // Who asked may have gone.
+                let _ = done.send(self.flush(stores));
+            }
             WorkerMsg::Stop => {}
         }
     }

@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "main/at_rest.rs"]
+mod at_rest;
 #[path = "main/client.rs"]
 mod client;
 #[path = "main/conformance.rs"]
@@ -14,6 +16,8 @@ mod fake;
 mod http;
 #[path = "main/moto.rs"]
 mod moto;
+#[path = "main/objects.rs"]
+mod objects;
 #[path = "main/payload.rs"]
 mod payload;
 #[path = "main/recipe.rs"]

@@ -19,6 +19,8 @@ const NOT_EVERYWHERE: [&str; 2] = ["cuda", "ucx"];
 /// Which benches to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Suite {
+    /// Cache tiers: restores beside plain copies and reads, lookups, pauses, and what requests see.
+    Cache,
     /// Speed, memory and start of the engine.
     Engine,
     /// Operations of dsa-kernels.
@@ -42,7 +44,7 @@ impl Suite {
     /// Crate whose benches make up the suite; `None` for all crates.
     fn package(self) -> Option<&'static str> {
         match self {
-            Self::Engine => Some("server"),
+            Self::Cache | Self::Engine => Some("server"),
             Self::Kernels => Some("dsa-kernels"),
             Self::KvPool => Some("kv-pool"),
             Self::PdTransfer => Some("pd-transfer"),
@@ -55,6 +57,7 @@ impl Suite {
     /// Whether a bench target of its crates belongs to it.
     fn has(self, target: &str) -> bool {
         match self {
+            Self::Cache => target == "cache",
             Self::Engine => target == "engine",
             Self::Transfer => target == "transfer",
             _ => target != "load", // that run belongs to the tests
@@ -199,6 +202,7 @@ mod tests {
         };
         let pair = |package: &str, target: &str| (package.to_owned(), target.to_owned());
         assert_eq!(of(Suite::Engine), [pair("server", "engine")]);
+        assert_eq!(of(Suite::Cache), [pair("server", "cache")]);
         let mut transfer = of(Suite::Transfer);
         transfer.sort();
         assert_eq!(transfer, [pair("pd-transfer", "transfer"), pair("server", "transfer")]);

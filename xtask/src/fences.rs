@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Crates whose core has neither sockets, files, threads nor clocks.
-pub(crate) const CORES: [&str; 2] = ["kv-pool", "pd-transfer"];
+pub(crate) const CORES: [&str; 3] = ["hicache", "kv-pool", "pd-transfer"];
 
 /// Says what each external crate is for.
 const NOTE: &str = "docs/decisions/0007-dependencies.md";

@@ -1,7 +1,7 @@
 //! What looks after folders of stores from outside: lists, verifies, prunes.
 //!
-//! [`stores`] and [`verify`] only read, need no lock, and may run beside a process that uses the
-//! stores. [`prune`] takes the locks of the stores that it may remove from.
+//! [`stores`] and [`verify`] only read, and may run beside a process that uses the stores; the
+//! first one shares each lock for a moment, which keeps nobody from taking it. [`prune`] takes the locks of the stores that it may remove from.
 
 use super::blob::{StoreError, unix_ms};
 use super::folder::{self, Found, What, if_there};
@@ -35,6 +35,8 @@ pub struct StoreSummary {
     pub leftovers: u64,
     /// Files that are no objects, by name or length.
     pub strange: u64,
+    /// Whether a process had it, or pruned it, when it was looked at.
+    pub in_use: bool,
 }
 
 /// A file that is not as it should be.
@@ -136,6 +138,7 @@ pub fn stores(dir: &Path) -> Result<Vec<StoreSummary>, StoreError> {
 fn summary(dir: PathBuf) -> Result<Option<StoreSummary>, StoreError> {
     let Some(fingerprint) = folder::fingerprint_of(&dir) else { return Ok(None) };
     let layout = folder::read_layout(&dir)?;
+    let in_use = folder::is_locked(&dir)?;
     let mut objects = [0; Part::ALL.len()];
     let (mut bytes, mut leftovers, mut strange) = (0, 0, 0);
     let (mut oldest_use, mut newest_use) = (None, None);
@@ -162,6 +165,7 @@ fn summary(dir: PathBuf) -> Result<Option<StoreSummary>, StoreError> {
         newest_use,
         leftovers,
         strange,
+        in_use,
     }))
 }
 

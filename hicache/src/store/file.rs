@@ -60,7 +60,8 @@ impl FileStore {
     pub fn open(config: FileStoreConfig) -> Result<Self, StoreError> {
         let FileStoreConfig { dir: parent, fingerprint, layout, direct } = config;
         let dir = folder::store_dir(&parent, &fingerprint);
-        fs::create_dir_all(&dir).map_err(StoreError::io("make folder", &dir))?;
+        folder::make_folders(&dir)?;
+        // A process that died may have made the folder without this.
         sync_folder(&parent)?;
         failpoint("open-folder");
         let lock = folder::lock(&dir)?;
@@ -228,6 +229,7 @@ impl BlobStore for FileStore {
 
 fn options(mode: Mode) -> OpenOptions {
     let mut options = OpenOptions::new();
+    options.mode(folder::FILE_MODE);
     if mode == Mode::Direct {
         options.custom_flags(OFlags::DIRECT.bits().cast_signed());
     }
@@ -258,7 +260,7 @@ fn make_folder(
     key: &ObjectKey,
     bytes: &[u8],
 ) -> Result<(), StoreError> {
-    match fs::create_dir(folder) {
+    match folder::make_folder(folder) {
         Ok(()) => sync_folder(store),
         // Another thread made it.
         Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),

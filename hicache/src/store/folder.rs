@@ -7,14 +7,17 @@
 //! ```
 //!
 //! A name with `.tmp-` in it is of a file that was not finished.
+//!
+//! What users said can be guessed from rows of a cache, and from the times of their use: folders and
+//! files are their owner's alone.
 
 use super::blob::{StoreError, unix_ms};
 use super::format::OBJECT_ALIGN;
 use crate::object::{ObjectKey, Part};
 use kv_pool::{ChainHash, Fingerprint};
-use std::fs::{self, DirEntry, File, Metadata, OpenOptions, TryLockError};
+use std::fs::{self, DirBuilder, DirEntry, File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -36,6 +39,13 @@ const SHOWN_CHARS: usize = 120;
 const SHOWN_LINES: usize = 3;
 /// What stands in the name of an unfinished file.
 const UNFINISHED: &str = ".tmp-";
+
+/// Rights of files.
+pub(super) const FILE_MODE: u32 = 0o600;
+/// Rights of folders.
+const FOLDER_MODE: u32 = 0o700;
+/// Times that a lock is tried while only those hold it who look whether a process has it.
+const LOOKERS_MAX: u32 = 1000;
 
 /// A store of another fingerprint beside ours.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -124,6 +134,39 @@ pub(super) fn if_there<T>(result: io::Result<T>) -> io::Result<Option<T>> {
         Ok(value) => Ok(Some(value)),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
+    }
+}
+
+/// Makes a folder that is to last, in one that is there.
+pub(super) fn make_folder(folder: &Path) -> io::Result<()> {
+    DirBuilder::new().mode(FOLDER_MODE).create(folder)
+}
+
+/// Makes a folder that is to last, and those above it; one that is there stays as it is.
+pub(super) fn make_folders(folder: &Path) -> Result<(), StoreError> {
+    let error = match make_folder(folder) {
+        Ok(()) => return sync_above(folder),
+        Err(error) if error.kind() == ErrorKind::AlreadyExists && folder.is_dir() => return Ok(()),
+        Err(error) => error,
+    };
+    match folder.parent() {
+        Some(above) if error.kind() == ErrorKind::NotFound => make_folders(above)?,
+        _ => return Err(StoreError::io("make folder", folder)(error)),
+    }
+    match make_folder(folder) {
+        // Another process was as quick.
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+            Err(StoreError::io("make folder", folder)(error))
+        }
+        Ok(()) | Err(_) => sync_above(folder),
+    }
+}
+
+fn sync_above(folder: &Path) -> Result<(), StoreError> {
+    match folder.parent() {
+        Some(above) if above.as_os_str().is_empty() => sync_folder(Path::new(".")),
+        Some(above) => sync_folder(above),
+        None => Ok(()),
     }
 }
 
@@ -225,12 +268,19 @@ pub(super) fn remove_file(path: &Path) -> Result<bool, StoreError> {
 /// Takes a store's lock, until the file is dropped.
 pub(super) fn lock(store: &Path) -> Result<File, StoreError> {
     let path = store.join(LOCK);
+    let mut lookers = 0;
     loop {
         let mut options = OpenOptions::new();
-        let file = options.read(true).write(true).create(true).truncate(false).open(&path);
-        let file = file.map_err(StoreError::io("open", &path))?;
+        options.read(true).write(true).create(true).truncate(false).mode(FILE_MODE);
+        let file = options.open(&path).map_err(StoreError::io("open", &path))?;
         match file.try_lock() {
             Ok(()) => {}
+            // Somebody who only looks lets go at once.
+            Err(TryLockError::WouldBlock) if lookers < LOOKERS_MAX && !is_held(&file, &path)? => {
+                lookers += 1;
+                std::thread::yield_now();
+                continue;
+            }
             Err(TryLockError::WouldBlock) => {
                 return Err(StoreError::Locked { dir: store.to_owned() });
             }
@@ -242,6 +292,22 @@ pub(super) fn lock(store: &Path) -> Result<File, StoreError> {
         if named.is_some_and(|named| (named.dev(), named.ino()) == (held.dev(), held.ino())) {
             return Ok(file);
         }
+    }
+}
+
+/// Whether a process has a store, or prunes it.
+pub(super) fn is_locked(store: &Path) -> Result<bool, StoreError> {
+    let path = store.join(LOCK);
+    let file = if_there(File::open(&path)).map_err(StoreError::io("open", &path))?;
+    file.map_or(Ok(false), |file| is_held(&file, &path))
+}
+
+/// Whether somebody else has the lock for itself. Shares it for a moment.
+fn is_held(file: &File, path: &Path) -> Result<bool, StoreError> {
+    match file.try_lock_shared() {
+        Ok(()) => file.unlock().map(|()| false).map_err(StoreError::io("unlock", path)),
+        Err(TryLockError::WouldBlock) => Ok(true),
+        Err(TryLockError::Error(source)) => Err(StoreError::io("lock", path)(source)),
     }
 }
 
@@ -277,7 +343,9 @@ pub(super) fn claim_layout(store: &Path, layout: &str) -> Result<(), StoreError>
 
 fn write_layout(store: &Path, path: &Path, text: &str) -> Result<(), StoreError> {
     let temporary = unfinished(path);
-    let written = File::create_new(&temporary).and_then(|mut file| {
+    let mut options = OpenOptions::new();
+    options.write(true).create_new(true).mode(FILE_MODE);
+    let written = options.open(&temporary).and_then(|mut file| {
         file.write_all(text.as_bytes())?;
         failpoint("layout-written");
         file.sync_data()?;

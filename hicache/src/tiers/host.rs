@@ -2,10 +2,11 @@
 
 use super::types::{Slot, Store};
 use crate::object::{ObjectKey, Part};
+use crate::order::SlotOrder;
 use alloc::collections::BTreeMap;
 use alloc::vec;
 use alloc::vec::Vec;
-use kv_pool::{EvictionOrder, Lru};
+use kv_pool::EvictionOrder;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
@@ -33,7 +34,7 @@ struct Slots {
     entries: Vec<Option<Entry>>,
     free: Vec<u32>,
     /// Ready and in no motion: what may go.
-    idle: Lru,
+    idle: SlotOrder,
 }
 
 impl Slots {
@@ -41,7 +42,7 @@ impl Slots {
         Self {
             entries: vec![None; count as usize],
             free: (0..count).rev().collect(),
-            idle: Lru::new(),
+            idle: SlotOrder::default(),
         }
     }
 }

@@ -2,8 +2,10 @@
 
 use super::types::{StoreLimits, TierUse};
 use crate::object::{ObjectKey, Part};
+use crate::order::SlotOrder;
 use alloc::collections::BTreeMap;
-use kv_pool::{EvictionOrder, Lru};
+use alloc::vec::Vec;
+use kv_pool::EvictionOrder;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -52,11 +54,12 @@ pub(super) enum Room {
 pub(super) struct Index {
     limits: StoreLimits,
     object_bytes: [u64; 2],
-    ids: BTreeMap<ObjectKey, u64>,
-    entries: BTreeMap<u64, Entry>,
+    ids: BTreeMap<ObjectKey, u32>,
+    /// By id; ids of what was forgotten are used again.
+    entries: Vec<Entry>,
+    free: Vec<u32>,
     /// Present and not being read: what may go.
-    idle: Lru,
-    next_id: u64,
+    idle: SlotOrder,
     used: TierUse,
     removing: usize,
     /// Motions under way.
@@ -64,6 +67,8 @@ pub(super) struct Index {
     pub(super) writing: usize,
     failures: u32,
     paused_until: Option<u64>,
+    /// What the store turned out to have room for, in bytes, and until when that is believed.
+    found_full: Option<(u64, u64)>,
 }
 
 impl Index {
@@ -72,15 +77,16 @@ impl Index {
             limits,
             object_bytes,
             ids: BTreeMap::new(),
-            entries: BTreeMap::new(),
-            idle: Lru::new(),
-            next_id: 0,
+            entries: Vec::new(),
+            free: Vec::new(),
+            idle: SlotOrder::default(),
             used: TierUse { bytes_max: limits.bytes_max.unwrap_or(0), ..TierUse::default() },
             removing: 0,
             reading: 0,
             writing: 0,
             failures: 0,
             paused_until: None,
+            found_full: None,
         }
     }
 
@@ -102,35 +108,44 @@ impl Index {
         self.ids.contains_key(key)
     }
 
-    fn find(&self, key: &ObjectKey) -> Option<(u64, Entry)> {
+    fn find(&self, key: &ObjectKey) -> Option<(u32, Entry)> {
         let id = *self.ids.get(key)?;
-        Some((id, self.entries[&id]))
+        Some((id, self.entries[id as usize]))
     }
 
     fn bytes_of(&self, part: Part) -> u64 {
         self.object_bytes[part as usize - 1]
     }
 
-    fn add(&mut self, key: ObjectKey, state: State) -> u64 {
-        let id = self.next_id;
-        self.next_id += 1;
+    fn add(&mut self, key: ObjectKey, state: State) -> u32 {
+        let entry = Entry { key, state, reads: 0 };
+        let id = match self.free.pop() {
+            Some(id) => {
+                self.entries[id as usize] = entry;
+                id
+            }
+            None => {
+                self.entries.push(entry);
+                u32::try_from(self.entries.len() - 1).expect("a store has fewer objects than that")
+            }
+        };
         self.ids.insert(key, id);
-        self.entries.insert(id, Entry { key, state, reads: 0 });
         self.used.objects[key.part as usize - 1] += 1;
         self.used.bytes += self.bytes_of(key.part);
         id
     }
 
-    fn forget(&mut self, id: u64) {
-        let entry = self.entries.remove(&id).expect("it was found");
+    fn forget(&mut self, id: u32) {
+        let entry = self.entries[id as usize];
         self.ids.remove(&entry.key);
-        self.idle.remove(id);
+        self.idle.remove(id.into());
+        self.free.push(id);
         self.used.objects[entry.key.part as usize - 1] -= 1;
         self.used.bytes -= self.bytes_of(entry.key.part);
     }
 
-    fn set(&mut self, id: u64, state: State) {
-        self.entries.get_mut(&id).expect("it was found").state = state;
+    fn set(&mut self, id: u32, state: State) {
+        self.entries[id as usize].state = state;
     }
 
     /// An object was found in the store; false if there is no room for it in the index.
@@ -138,44 +153,46 @@ impl Index {
         if self.knows(&key) {
             return true;
         }
-        if self.entries.len() >= self.limits.objects_max {
+        if self.ids.len() >= self.limits.objects_max {
             return false;
         }
         let id = self.add(key, State::Present);
-        self.idle.insert(id);
+        self.idle.insert(id.into());
         true
     }
 
     /// Whether an object of a part could be added, and what has to go for it.
     pub(super) fn make_room(&mut self, part: Part) -> Room {
         let wanted = self.used.bytes + self.bytes_of(part);
-        let bytes_fit = self.limits.bytes_max.is_none_or(|max| wanted <= max);
-        if bytes_fit && self.entries.len() < self.limits.objects_max {
+        let found = self.found_full.map(|(bytes, _)| bytes);
+        let max = [self.limits.bytes_max, found].into_iter().flatten().min();
+        let bytes_fit = max.is_none_or(|max| wanted <= max);
+        if bytes_fit && self.ids.len() < self.limits.objects_max {
             return Room::Yes;
         }
-        if self.limits.bytes_max.is_some_and(|max| self.bytes_of(part) > max) {
+        if max.is_some_and(|max| self.bytes_of(part) > max) {
             return Room::Never;
         }
         if self.removing > 0 {
             return Room::Later;
         }
         match self.idle.pop_victim() {
-            Some(id) => Room::After(self.let_go(id)),
+            Some(id) => Room::After(self.let_go(id as u32)),
             None if self.reading + self.writing > 0 => Room::Later,
             None => Room::Never,
         }
     }
 
     /// An object that is not being read goes.
-    fn let_go(&mut self, id: u64) -> Going {
+    fn let_go(&mut self, id: u32) -> Going {
         if !self.limits.owned {
             self.forget(id);
             return Going::Nothing;
         }
-        self.idle.remove(id);
+        self.idle.remove(id.into());
         self.set(id, State::Removing);
         self.removing += 1;
-        Going::Remove(self.entries[&id].key)
+        Going::Remove(self.entries[id as usize].key)
     }
 
     /// The bytes of an object are not what they should be, or it is to go for another reason.
@@ -194,8 +211,8 @@ impl Index {
 
     pub(super) fn begin_read(&mut self, key: &ObjectKey) {
         let (id, _) = self.find(key).expect("it is present");
-        self.entries.get_mut(&id).expect("it was found").reads += 1;
-        self.idle.remove(id);
+        self.entries[id as usize].reads += 1;
+        self.idle.remove(id.into());
         self.reading += 1;
     }
 
@@ -204,18 +221,18 @@ impl Index {
         self.reading -= 1;
         let (id, entry) = self.find(key).expect("it stays while it is read");
         let reads = entry.reads - 1;
-        self.entries.get_mut(&id).expect("it was found").reads = reads;
+        self.entries[id as usize].reads = reads;
         if is_gone && entry.state == State::Present {
             self.set(id, State::Doomed);
         }
-        match (reads, self.entries[&id].state) {
+        match (reads, self.entries[id as usize].state) {
             (0, State::Doomed) if is_gone => {
                 self.forget(id);
                 Going::Nothing
             }
             (0, State::Doomed) => self.let_go(id),
             (0, State::Present) => {
-                self.idle.insert(id);
+                self.idle.insert(id.into());
                 Going::Nothing
             }
             _ => Going::Nothing,
@@ -233,7 +250,7 @@ impl Index {
         assert_eq!(entry.state, State::Writing, "{key} was written before");
         if good {
             self.set(id, State::Present);
-            self.idle.insert(id);
+            self.idle.insert(id.into());
         } else {
             self.forget(id);
         }
@@ -248,14 +265,14 @@ impl Index {
     /// Notes a use.
     pub(super) fn touch(&mut self, key: &ObjectKey) {
         if let Some((id, _)) = self.find(key) {
-            self.idle.touch(id);
+            self.idle.touch(id.into());
         }
     }
 
     /// The object that may go first.
     pub(super) fn pop_idle(&mut self) -> Option<Going> {
         let id = self.idle.pop_victim()?;
-        Some(self.let_go(id))
+        Some(self.let_go(id as u32))
     }
 
     /// Whether the store is to be left alone.
@@ -263,12 +280,22 @@ impl Index {
         self.paused_until.is_some()
     }
 
-    pub(super) const fn paused_until(&self) -> Option<u64> {
-        self.paused_until
+    /// The store has no room for more than what is in it, whatever its limit says; for a while that
+    /// is believed, and older objects make room for new ones.
+    pub(super) fn is_full(&mut self, now_us: u64, pause_us: u64) {
+        self.found_full = Some((self.used.bytes, now_us.saturating_add(pause_us)));
+    }
+
+    /// When a pause, or the belief that the store is full, ends.
+    pub(super) fn due(&self) -> Option<u64> {
+        self.paused_until.into_iter().chain(self.found_full.map(|(_, until)| until)).min()
     }
 
     /// Ends a pause whose time has come. The next failure begins another one.
     pub(super) fn resume(&mut self, now_us: u64) {
+        if self.found_full.is_some_and(|(_, until)| until <= now_us) {
+            self.found_full = None;
+        }
         if self.paused_until.is_some_and(|until| until <= now_us) {
             self.paused_until = None;
         }

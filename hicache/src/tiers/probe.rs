@@ -120,7 +120,7 @@ impl Tiers {
             Outcome::Missing => self.worked(store),
             Outcome::Mismatch | Outcome::NoSpace | Outcome::Failed => {
                 counters.failures += 1;
-                self.did_not_work(store, false);
+                self.did_not_work(store);
             }
         }
     }

@@ -10,6 +10,7 @@ use hicache::store::{BlobStore, StoreError};
 use hicache::testing::conformance::{FINGERPRINT, key, object};
 use kv_pool::Fingerprint;
 use std::fs::{self, File};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -297,4 +298,45 @@ fn other_layouts_go_with_their_folders() {
     assert!(matches!(prune(&folder, &both, now), Err(StoreError::Locked { .. })));
     assert_eq!(read_all(&ours).len(), 6, "nothing was removed");
     open_as(&folder, OTHER, "x\n").unwrap();
+}
+
+#[test]
+fn folders_and_files_are_their_owners_alone() {
+    let folder = Folder::new();
+    let dir = folder.join("above").join("stores");
+    let store = open(&dir);
+    store.write(&key(1), &object(key(1), 0)).unwrap();
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    let files = files(&dir);
+    assert_eq!(files.len(), 3, "an object, the layout and the lock");
+    for file in &files {
+        assert_eq!(mode(file), 0o600, "{}", file.display());
+        // Up to what was there before, which is somebody else's to set.
+        for made in file.ancestors().skip(1).take_while(|above| **above != *folder) {
+            assert_eq!(mode(made), 0o700, "{}", made.display());
+        }
+    }
+    let theirs = folder.join("theirs");
+    fs::create_dir(&theirs).unwrap();
+    fs::set_permissions(&theirs, fs::Permissions::from_mode(0o750)).unwrap();
+    open(&theirs);
+    assert_eq!(mode(&theirs), 0o750);
+    assert!(matches!(open_as(&files[0], OTHER, LAYOUT), Err(StoreError::Io { .. })));
+}
+
+#[test]
+fn looking_whether_a_store_is_in_use_keeps_nobody_out() {
+    let folder = Folder::new();
+    let in_use = || stores(&folder).unwrap()[0].in_use;
+    let store = open(&folder);
+    assert!(in_use() && in_use());
+    assert!(matches!(open_as(&folder, FINGERPRINT, LAYOUT), Err(StoreError::Locked { .. })));
+    drop(store);
+    assert!(!in_use());
+    std::thread::scope(|scope| {
+        let looking = scope.spawn(|| (0..2000).for_each(|_| drop(stores(&folder).unwrap())));
+        while !looking.is_finished() {
+            drop(open(&folder));
+        }
+    });
 }

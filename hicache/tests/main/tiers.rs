@@ -85,6 +85,8 @@ struct World {
     faults: bool,
     stores_down: bool,
     probes_under_way: usize,
+    /// What the disk really has room for.
+    room: u64,
 }
 
 impl World {
@@ -116,6 +118,7 @@ impl World {
             pause_us: 500,
             failures_max: 3,
         };
+        let room = if random.one_in(3) { 70 + random.below(60) as u64 } else { u64::MAX };
         Self {
             random,
             tiers: Tiers::new(limits),
@@ -133,6 +136,7 @@ impl World {
             faults,
             stores_down: false,
             probes_under_way: 0,
+            room,
         }
     }
 
@@ -375,6 +379,11 @@ impl World {
                 if self.stores_down || fails {
                     return if self.random.one_in(2) { Outcome::NoSpace } else { Outcome::Failed };
                 }
+                let there: u64 = self.stores[0].keys().map(|key| bytes_of(key.part)).sum();
+                if store == Store::Disk && there + bytes_of(key.part) > self.room {
+                    self.count("full");
+                    return Outcome::NoSpace;
+                }
                 self.stores[store as usize].insert(key, content);
                 self.wrong_objects.remove(&(store, key));
                 Outcome::Done
@@ -531,6 +540,7 @@ fn random_traffic_with_faults_keeps_every_promise() {
         "probes",
         "probes dropped",
         "found by a probe",
+        "full",
     ] {
         assert!(seen.get(what).copied().unwrap_or(0) > 100, "hardly ever: {what}; {seen:?}");
     }
@@ -551,7 +561,9 @@ fn without_faults_nothing_is_wrong_and_prefixes_are_found_again() {
         totals.1 += world.seen.get("miss").copied().unwrap_or(0);
         for tier in Tier::ALL {
             let counters = world.tiers.counters(tier);
-            assert_eq!((counters.mismatches, counters.failures), (0, 0), "{tier}");
+            let full = if tier == Tier::Disk { world.seen.get("full").copied() } else { None };
+            let failed = (counters.mismatches, counters.failures);
+            assert_eq!(failed, (0, full.unwrap_or(0)), "{tier}");
         }
     }
     assert!(totals.0 > 20 * totals.1, "{totals:?} complete and missed");
@@ -636,4 +648,24 @@ fn wrong_bytes_are_not_found_again_by_a_probe() {
     tiers.flush_host();
     tiers.probe(6, [key]);
     assert_eq!(begun(&mut tiers).len(), 1);
+}
+
+/// A disk that others fill has less room than the tier may take: it goes on with what there is.
+#[test]
+fn full_disk_keeps_what_is_new() {
+    let mut world = World::new(3, WritePolicy::Through, false);
+    while world.limits.disk.is_none_or(|disk| disk.bytes_max < Some(150)) {
+        let seed = world.random.next();
+        world = World::new(seed, WritePolicy::Through, false);
+    }
+    world.room = 90;
+    for _ in 0..20_000 {
+        world.step();
+    }
+    let disk = world.tiers.counters(Tier::Disk);
+    assert_eq!(disk.pauses, 0, "a full disk is no broken one");
+    assert!(disk.stored > 200, "{} objects were written", disk.stored);
+    // Most writes fit after something had to go.
+    assert!(disk.failures < disk.stored / 2, "{} of {}", disk.failures, disk.stored);
+    world.drain();
 }

@@ -244,6 +244,7 @@ fn read(source: &Source, tokens: u32, requests: usize) -> Outcome<Times> {
             id: format!("bench {number}"),
             prompt: prompt.clone(),
             sampling: SamplingParams::default(),
+            cache_salt: String::new(),
         };
         driver.start(Start {
             attempt,

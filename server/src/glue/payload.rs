@@ -6,7 +6,9 @@ use dsv4_model::sample::{Sampled, SamplingParams};
 use wincode::{SchemaRead, SchemaWrite};
 
 /// Version of both payloads.
-const VERSION: u16 = 2;
+const VERSION: u16 = 3;
+/// Most bytes of a salt.
+const MAX_SALT: usize = 256;
 /// Most tokens of a prompt on the wire; the peer's context length is checked beside it.
 const MAX_TOKENS: usize = 2 << 20;
 
@@ -55,6 +57,7 @@ struct RequestWire {
     logit_bias: Vec<(u32, f32)>,
     logprobs: u32,
     want_logprob: bool,
+    cache_salt: String,
 }
 
 /// A prompt to compute for a decode worker.
@@ -66,6 +69,8 @@ pub struct PrefillRequest {
     pub prompt: Vec<u32>,
     /// How to draw the first token.
     pub sampling: SamplingParams,
+    /// Whom cached prefixes are shared with.
+    pub cache_salt: String,
 }
 
 impl PrefillRequest {
@@ -88,6 +93,7 @@ impl PrefillRequest {
             logit_bias: s.logit_bias.clone(),
             logprobs: s.logprobs,
             want_logprob: s.want_logprob,
+            cache_salt: self.cache_salt.clone(),
         };
         wincode::serialize(&wire).expect("vectors and numbers always serialise")
     }
@@ -105,6 +111,9 @@ impl PrefillRequest {
         if wire.prompt.iter().any(|t| *t as usize >= vocab) {
             return Err(PayloadError::Range { what, field: "token id" });
         }
+        if wire.cache_salt.len() > MAX_SALT {
+            return Err(PayloadError::Range { what, field: "salt length" });
+        }
         let sampling = SamplingParams {
             temperature: wire.temperature,
             top_p: wire.top_p,
@@ -118,7 +127,7 @@ impl PrefillRequest {
             logprobs: wire.logprobs,
             want_logprob: wire.want_logprob,
         };
-        Ok(Self { id: wire.id, prompt: wire.prompt, sampling })
+        Ok(Self { id: wire.id, prompt: wire.prompt, sampling, cache_salt: wire.cache_salt })
     }
 }
 
@@ -127,6 +136,7 @@ struct FirstWire {
     version: u16,
     tokens: u32,
     cached: u32,
+    cached_below: [u32; 3],
     token: u32,
     logprob: f32,
     top: Vec<(u32, f32)>,
@@ -139,6 +149,8 @@ pub struct FirstToken {
     pub tokens: u32,
     /// Of these, tokens that the prefill worker had not to compute.
     pub cached: u32,
+    /// Of these, tokens that came from each of its tiers below the device.
+    pub cached_below: [u32; 3],
     /// The first generated token.
     pub sampled: Sampled,
 }
@@ -151,6 +163,7 @@ impl FirstToken {
             version: VERSION,
             tokens: self.tokens,
             cached: self.cached,
+            cached_below: self.cached_below,
             token: self.sampled.token,
             logprob: self.sampled.logprob,
             top: self.sampled.top.clone(),
@@ -171,8 +184,13 @@ impl FirstToken {
         if wire.cached >= wire.tokens {
             return Err(PayloadError::Range { what, field: "cached tokens" });
         }
+        let below = wire.cached_below.iter().map(|tokens| u64::from(*tokens)).sum::<u64>();
+        if below > wire.cached.into() {
+            return Err(PayloadError::Range { what, field: "cached tokens by tier" });
+        }
         let sampled = Sampled { token: wire.token, logprob: wire.logprob, top: wire.top };
-        Ok(Self { tokens: wire.tokens, cached: wire.cached, sampled })
+        let (cached, cached_below) = (wire.cached, wire.cached_below);
+        Ok(Self { tokens: wire.tokens, cached, cached_below, sampled })
     }
 }
 

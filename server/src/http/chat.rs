@@ -13,10 +13,7 @@ use axum::http::Request;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use deepseek_recipe::openai::ChatCompletionRequest;
-use deepseek_recipe::openai::chat_completion::response::{
-    ChatCompletionInputTokenUsage, ChatCompletionOutputTokenUsage, ChatCompletionResponse,
-    ChatCompletionUsage,
-};
+use deepseek_recipe::openai::chat_completion::response::ChatCompletionResponse;
 use deepseek_recipe::request::ProtocolRequest;
 use deepseek_recipe::response::{Accumulate, ProtocolResponse};
 use serde_json::json;
@@ -91,19 +88,9 @@ async fn whole(
     }
     let (usage, reasoning_tokens) = output.usage();
     timer.finish(usage);
-    response.usage = Some(ChatCompletionUsage {
-        prompt_tokens: usage.prompt_tokens as usize,
-        completion_tokens: usage.completion_tokens as usize,
-        total_tokens: usage.prompt_tokens as usize + usage.completion_tokens as usize,
-        prompt_tokens_details: ChatCompletionInputTokenUsage {
-            cached_tokens: usage.cached_tokens as usize,
-        },
-        completion_tokens_details: Some(ChatCompletionOutputTokenUsage {
-            reasoning_tokens: reasoning_tokens as usize,
-        }),
-        prompt_cache_hit_tokens: usage.cached_tokens as usize,
-        prompt_cache_miss_tokens: usage.prompt_tokens.saturating_sub(usage.cached_tokens) as usize,
-    });
+    let mut response = serde_json::to_value(response)
+        .map_err(|error| ApiError::internal(format!("write the answer: {error}")))?;
+    response["usage"] = generate::usage_json(usage, reasoning_tokens);
     Ok(Json(response).into_response())
 }
 

@@ -115,6 +115,9 @@ impl ChatRequest {
             return Err(ApiError::invalid("top_logprobs", "top_logprobs needs logprobs: true"));
         }
         resolve_thinking(&mut fields)?;
+        let cache_salt = fields.cache_salt()?;
+        // DeepSeek's crate knows no such field.
+        let _ = fields.take("cache_salt");
 
         let mut recipe = convert(fields, &state.chat)?;
         recipe.parsing_options.stop_sequences = stops.texts;
@@ -139,8 +142,14 @@ impl ChatRequest {
         let max_tokens = recipe
             .resolve_max_tokens(prompt_tokens, context)
             .map_err(|error| conversion_error(&error))?;
-        let generate =
-            GenerateRequest { id, prompt, max_tokens, stop_tokens: stops.tokens, sampling: params };
+        let generate = GenerateRequest {
+            id,
+            prompt,
+            max_tokens,
+            stop_tokens: stops.tokens,
+            sampling: params,
+            cache_salt,
+        };
         Ok(Self { generate, recipe, model, max_calls })
     }
 }

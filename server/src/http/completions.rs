@@ -48,6 +48,7 @@ impl CompletionRequest {
             params.logprobs = alternatives;
         }
         let wanted = fields.at_least("max_tokens", 1)?.unwrap_or(DEFAULT_MAX_TOKENS);
+        let cache_salt = fields.cache_salt()?;
         let (stream, include_usage) = stream_fields(&fields)?;
         let prompt = prompt_tokens(state, &mut fields)?;
         let room = state.room(prompt.len(), "prompt")?;
@@ -57,6 +58,7 @@ impl CompletionRequest {
             max_tokens: wanted.min(room),
             stop_tokens: stops.tokens,
             sampling: params,
+            cache_salt,
         };
         Ok(Self { generate, model, stream, include_usage, stops: stops.texts })
     }
@@ -166,7 +168,7 @@ pub(super) async fn completions(
         unreported: VecDeque::new(),
         seen: 0,
         released: 0,
-        usage: Usage { prompt_tokens, completion_tokens: 0, cached_tokens: 0 },
+        usage: Usage { prompt_tokens, ..Usage::default() },
     };
     let head = Head {
         id,

@@ -34,6 +34,19 @@ impl Fields {
         self.typed(name, "a string", Value::as_str)
     }
 
+    /// `cache_salt`, as in vLLM: requests share cached prefixes only with those of the same one.
+    pub(super) fn cache_salt(&self) -> Result<String, ApiError> {
+        const MAX: usize = 256;
+        match self.string("cache_salt")? {
+            None => Ok(String::new()),
+            Some(salt) if salt.is_empty() || salt.len() > MAX => Err(ApiError::invalid(
+                "cache_salt",
+                format!("cache_salt has {} bytes, 1 to {MAX} are possible", salt.len()),
+            )),
+            Some(salt) => Ok(salt.to_owned()),
+        }
+    }
+
     pub(super) fn flag(&self, name: &str) -> Result<Option<bool>, ApiError> {
         self.typed(name, "true or false", Value::as_bool)
     }

@@ -118,13 +118,20 @@ pub(super) fn fail(state: &AppState, timer: &mut RequestTimer, failure: &Failure
     ApiError::from_failure(failure.kind, &failure.message, state.config.retry_after_s)
 }
 
-/// The `usage` object; DeepSeek's own two cache fields beside OpenAI's.
+/// The `usage` object; DeepSeek's own two cache fields beside OpenAI's, and the tiers that cached
+/// tokens came from.
 pub(super) fn usage_json(usage: Usage, reasoning_tokens: u32) -> Value {
+    let [host, disk, remote] = usage.cached_below;
+    let device = usage.cached_tokens.saturating_sub(host + disk + remote);
     json!({
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": u64::from(usage.prompt_tokens) + u64::from(usage.completion_tokens),
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cached_tokens_details":
+                {"device": device, "host": host, "disk": disk, "remote": remote},
+        },
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "prompt_cache_hit_tokens": usage.cached_tokens,
         "prompt_cache_miss_tokens": usage.prompt_tokens.saturating_sub(usage.cached_tokens),

@@ -4,8 +4,8 @@ use super::error::ApiError;
 use super::{AppState, HTML, PAGE};
 use crate::engine::{EngineInfo, Health, Metric, WorkerView};
 use axum::Json;
-use axum::extract::rejection::PathRejection;
-use axum::extract::{Path, State};
+use axum::extract::rejection::{PathRejection, QueryRejection};
+use axum::extract::{Path, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
@@ -42,6 +42,31 @@ fn model_json(name: &str, info: &EngineInfo) -> Value {
         "root": info.model_id,
         "max_model_len": info.context_length,
     })
+}
+
+/// `/flush_cache`, as SGLang has it: forgets what is kept for later prompts, with `?storage=true` in
+/// the disk store too. Running requests go on.
+pub(super) async fn flush_cache(
+    State(state): State<Arc<AppState>>,
+    query: Result<Query<FlushQuery>, QueryRejection>,
+) -> Result<Json<Value>, ApiError> {
+    let Query(FlushQuery { storage }) = query
+        .map_err(|_| ApiError::invalid("storage", "storage is true or false, nothing else"))?;
+    let flushed = state.engine.flush_cache(storage).await;
+    tracing::info!(?flushed, storage, "the cache was flushed");
+    Ok(Json(json!({
+        "device_blocks": flushed.blocks,
+        "device_boundaries": flushed.boundaries,
+        "host_objects": flushed.host_objects,
+        "disk_objects": flushed.stored_objects,
+    })))
+}
+
+/// What may be asked of `/flush_cache`.
+#[derive(Debug, serde::Deserialize)]
+pub(super) struct FlushQuery {
+    #[serde(default)]
+    storage: bool,
 }
 
 /// `GET /health`: 200 if new requests make sense, else 503 with the reason.
@@ -107,6 +132,15 @@ fn worker_json(worker: &WorkerView) -> Value {
             "total": pool.total,
         })
     });
+    let tiers = worker.tiers.iter().map(|tier| {
+        json!({
+            "name": tier.name,
+            "bytes": tier.bytes,
+            "bytes_max": tier.bytes_max,
+            "hits": tier.hits,
+            "mismatches": tier.mismatches,
+        })
+    });
     let peers = worker.peers.iter().map(|(address, state, transport)| {
         json!({"address": address, "state": state, "transport": transport})
     });
@@ -115,6 +149,7 @@ fn worker_json(worker: &WorkerView) -> Value {
         "queued": worker.queued,
         "running": worker.running,
         "pools": pools.collect::<Vec<_>>(),
+        "tiers": tiers.collect::<Vec<_>>(),
         "peers": peers.collect::<Vec<_>>(),
     })
 }

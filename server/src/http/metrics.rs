@@ -339,7 +339,12 @@ mod tests {
         let begin = || RequestTimer::start(&metrics, Instant::now());
         let mut done = begin();
         done.first_token();
-        done.finish(Usage { prompt_tokens: 5, completion_tokens: 3, cached_tokens: 1 });
+        done.finish(Usage {
+            prompt_tokens: 5,
+            completion_tokens: 3,
+            cached_tokens: 1,
+            cached_below: [0; 3],
+        });
         done.fail();
         drop(done);
         begin().fail();

@@ -393,7 +393,7 @@ impl ChatOutput {
         let usage = log.usage.unwrap_or(Usage {
             prompt_tokens: self.prompt_tokens,
             completion_tokens: log.tokens,
-            cached_tokens: 0,
+            ..Usage::default()
         });
         (usage, log.reasoning_tokens)
     }

@@ -158,6 +158,7 @@ pub(super) fn parts(
         policy: match args.hicache_write_policy {
             WritePolicyArg::WriteThrough => WritePolicy::Through,
             WritePolicyArg::WriteThroughSelective => WritePolicy::ThroughSelective,
+            WritePolicyArg::WriteBack => WritePolicy::Back,
         },
         saves_max: SAVES_MAX,
         fetches_max: args.max_running_requests as usize,

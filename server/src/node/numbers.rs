@@ -2,7 +2,7 @@
 
 use super::WorkerHandle;
 use crate::engine::MetricKind::{Counter, Gauge};
-use crate::engine::{Metric, MetricKind, PoolView, WorkerView};
+use crate::engine::{Metric, MetricKind, PoolView, TierView, WorkerView};
 use crate::glue::pools::POOLS;
 use crate::worker::cache::CacheNumbers;
 use crate::worker::{PoolNumbers, Snapshot};
@@ -28,8 +28,22 @@ pub(super) fn view_of(worker: &WorkerHandle, snapshot: &Snapshot) -> WorkerView 
         queued: snapshot.queued,
         running: snapshot.running,
         pools: POOLS.into_iter().zip(snapshot.pools).map(pool).collect(),
+        tiers: snapshot.cache.iter().flat_map(tiers_of).collect(),
         peers: snapshot.peers.iter().map(peer).collect(),
     }
+}
+
+fn tiers_of(cache: &CacheNumbers) -> impl Iterator<Item = TierView> {
+    Tier::ALL.into_iter().enumerate().filter_map(|(n, tier)| {
+        let used = cache.used[n]?;
+        Some(TierView {
+            name: tier.name().to_owned(),
+            bytes: used.bytes,
+            bytes_max: used.bytes_max,
+            hits: cache.counters[n].hits,
+            mismatches: cache.counters[n].mismatches,
+        })
+    })
 }
 
 fn pool_name(kind: PoolKind) -> String {

@@ -7,12 +7,14 @@
 use super::sequence::State;
 use super::{Role, Worker};
 use crate::clock::Clock;
+use crate::engine::Flushed;
 use crate::glue::mover::{HostMemory, Job, Mover, Report};
 use crate::glue::objects::ObjectPages;
 use crate::glue::pools::PoolError;
 use crate::scheduler::SeqId;
 use hicache::tiers::{
-    Action, FetchEnd, FetchId, MotionId, Move, Outcome, Tier, TierCounters, TierUse, Tiers,
+    Action, FetchEnd, FetchId, MotionId, Move, Outcome, Store, Tier, TierCounters, TierUse, Tiers,
+    WritePolicy,
 };
 use hicache::{Boundary, ObjectKey};
 use kv_pool::{BLOCK_TOKENS, Owner, PageRef, PageState, PoolKind, Proof};
@@ -28,6 +30,10 @@ pub const SAVES_MAX: usize = 4;
 /// How long a fetch may take: this, and so much more per 1,024 tokens.
 const FETCH_BASE: Duration = Duration::from_secs(1);
 const FETCH_PER_KI: Duration = Duration::from_millis(250);
+/// Nodes of the device's tree that are looked at for what is to be saved before it goes.
+const COLDEST: usize = 32;
+/// Objects that are removed at a time when a store is emptied.
+const EMPTYING: usize = 256;
 /// How long a worker that stops goes on writing what it has saved.
 const LAST_WRITES: Duration = Duration::from_secs(5);
 
@@ -110,6 +116,8 @@ pub(super) struct Cache {
     pending_max: usize,
     loading: BTreeMap<FetchId, Loading>,
     next_fetch: u64,
+    /// The stores are to be emptied.
+    emptying: bool,
     numbers: CacheNumbers,
 }
 
@@ -126,6 +134,7 @@ impl Cache {
             pending_max,
             loading: BTreeMap::new(),
             next_fetch: 0,
+            emptying: false,
             numbers: CacheNumbers::default(),
         }
     }
@@ -162,6 +171,9 @@ impl Worker {
         let (Some(cache), Some(seq)) = (&mut self.cache, self.sequences.get_mut(&id)) else {
             return;
         };
+        if cache.tiers.limits().policy == WritePolicy::Back {
+            return;
+        }
         let Some(table) = &seq.table else { return };
         let count = (seq.computed / BLOCK_TOKENS).min(seq.chain.len() as u32);
         let from = std::mem::replace(&mut seq.blocks_saved, count).min(count);
@@ -263,11 +275,68 @@ impl Worker {
         if let Move::Load { fetch, .. } = what {
             self.end_loading(fetch);
         }
+        self.empty_stores();
         self.pump_saves();
     }
 
-    /// Ends what is late.
+    /// Saves what would go first from the device, for the policy that saves then. What goes sooner
+    /// than it could be saved is lost to the tiers below: nobody waits for a copy.
+    fn save_coldest(&mut self) {
+        let Some(cache) = &mut self.cache else { return };
+        if cache.tiers.limits().policy != WritePolicy::Back || !cache.pending.is_empty() {
+            return;
+        }
+        for (chain, blocks, page, boundary) in self.prefixes.coldest(COLDEST) {
+            let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
+            let mut offer = |key, pages| {
+                if cache.tiers.holds(&key).is_none() {
+                    cache.want_save(Pending { key, blocks, pages });
+                }
+            };
+            offer(ObjectKey::block(chain), ObjectPages::Block(page));
+            if let Some(Boundary { window, carry }) = boundary.cloned()
+                && let Ok(window) = window.try_into()
+            {
+                offer(ObjectKey::boundary(chain), ObjectPages::Boundary { window, carry });
+            }
+        }
+        self.pump_saves();
+    }
+
+    /// Forgets what is kept for later prompts, on the device and in host memory, and with `stores`
+    /// in the stores too. Pages that sequences use stay theirs.
+    pub(super) fn flush(&mut self, stores: bool) -> Flushed {
+        let mut flushed = match self.prefixes.flush(&mut self.pools) {
+            Ok((blocks, boundaries)) => Flushed { blocks, boundaries, ..Flushed::default() },
+            Err(error) => panic!("give up all kept prefixes: {error}"),
+        };
+        if let Some(cache) = &mut self.cache {
+            cache.pending.clear();
+            let sum = |tier| cache.tiers.used(tier).map_or(0, |used| used.objects.iter().sum());
+            flushed.host_objects = sum(Tier::Host);
+            if stores {
+                flushed.stored_objects = sum(Tier::Disk);
+                cache.emptying = true;
+            }
+            cache.tiers.flush_host();
+        }
+        self.empty_stores();
+        flushed
+    }
+
+    /// Goes on removing what is stored, a part at a time.
+    fn empty_stores(&mut self) {
+        let Some(cache) = &mut self.cache else { return };
+        if !cache.emptying || cache.tiers.motions() > EMPTYING {
+            return;
+        }
+        cache.emptying = cache.tiers.evict(Store::Disk, EMPTYING) > 0;
+        self.act_cache();
+    }
+
+    /// Ends what is late, and saves what is about to go.
     pub(super) fn tend_cache(&mut self) {
+        self.save_coldest();
         let Some(cache) = &mut self.cache else { return };
         if cache.pause().is_some_and(|pause| pause.is_zero()) {
             cache.tiers.handle_timeout(cache.now_us());

@@ -55,7 +55,7 @@ fn wanted_blocks(seq: &Sequence, role: Role) -> usize {
 pub(super) struct Prefixes {
     /// None if every prompt is to be computed from its first token.
     tree: Option<PrefixTree>,
-    namespace: Namespace,
+    fingerprint: Fingerprint,
 }
 
 impl Prefixes {
@@ -69,7 +69,7 @@ impl Prefixes {
             keep_blocks: role == Role::Decode,
         };
         let tree = enabled.then(|| PrefixTree::new(config));
-        Self { tree, namespace: Namespace::new(fingerprint, b"") }
+        Self { tree, fingerprint }
     }
 
     /// Pages that the tree holds, in use by sequences as well or not.
@@ -130,11 +130,15 @@ impl Prefixes {
     }
 
     /// Extends a sequence's hashes to all its full blocks.
-    fn hash(&self, Sequence { chain, tokens, .. }: &mut Sequence) {
-        let mut parent = chain.last().copied().unwrap_or_else(|| self.namespace.root());
+    fn hash(&self, Sequence { chain, tokens, salt, .. }: &mut Sequence) {
+        if tokens.len() / BLOCK_TOKENS as usize <= chain.len() {
+            return;
+        }
+        let namespace = Namespace::new(self.fingerprint, salt.as_bytes());
+        let mut parent = chain.last().copied().unwrap_or_else(|| namespace.root());
         let (full, _) = tokens.as_chunks::<{ BLOCK_TOKENS as usize }>();
         for block in full.iter().skip(chain.len()) {
-            parent = self.namespace.next(&parent, block);
+            parent = namespace.next(&parent, block);
             chain.push(parent);
         }
     }
@@ -193,6 +197,24 @@ impl Prefixes {
             std::iter::once(ObjectKey::block(*hash)).chain(boundary)
         });
         objects.take(objects_max).collect()
+    }
+
+    /// Blocks that would go first, see [`PrefixTree::coldest`].
+    pub(super) fn coldest(
+        &self,
+        count: usize,
+    ) -> impl Iterator<Item = (ChainHash, usize, PageRef, Option<&Boundary>)> {
+        self.tree.iter().flat_map(move |tree| tree.coldest(count))
+    }
+
+    /// Gives up all that is kept; how many blocks and boundaries that were.
+    pub(super) fn flush(&mut self, pools: &mut Pools) -> Result<(u64, u64), PoolError> {
+        let Some(tree) = &mut self.tree else { return Ok((0, 0)) };
+        let kept = (tree.blocks() as u64, tree.boundaries() as u64);
+        tree.evict_boundaries(usize::MAX);
+        tree.evict_blocks(usize::MAX);
+        self.act(pools)?;
+        Ok(kept)
     }
 
     /// What is kept to go on from the end of a prefix.

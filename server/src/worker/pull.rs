@@ -139,6 +139,7 @@ impl Worker {
             id: seq.name.clone(),
             prompt: seq.tokens.clone(),
             sampling: seq.sampling.clone(),
+            cache_salt: seq.salt.clone(),
         };
         let start = Start {
             attempt,
@@ -324,6 +325,7 @@ impl Worker {
         };
         seq.computed = first.tokens;
         seq.cached = first.cached;
+        seq.from_tiers = first.cached_below;
         seq.windows_sealed = seq.table.as_ref().map_or(0, PageTable::window_first_no);
         if let Err(error) = self.settle(id).and_then(|()| self.keep_blocks(id)) {
             panic!("seal and keep the pages of sequence {id}: {error}");

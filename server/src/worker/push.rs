@@ -1,6 +1,6 @@
 //! The prefill side of a hand-off: prompts of decode workers, and the pages lent to them.
 
-use super::sequence::{Origin, Sequence, State};
+use super::sequence::{Origin, Sequence};
 use super::{PeerKey, Worker, pages};
 use crate::engine::FailureKind;
 use crate::glue::handoff::{TagBinding, offer, page_of};
@@ -100,35 +100,8 @@ impl Worker {
         self.next_id += 1;
         let context = Arc::new(TagBinding::new(link.fingerprint, &request.prompt));
         let plan = handoff_plan(self.pools.geometry(), tokens as u32, have);
-        let seq = Sequence {
-            id,
-            name: request.id,
-            origin: Origin::Peer { attempt, plan, blocks_offered: have, offered: Manifest::new() },
-            state: State::Waiting,
-            prompt_len: tokens,
-            tokens: request.prompt,
-            computed: 0,
-            table: None,
-            owner: Owner::Sequence(id),
-            sampling: request.sampling,
-            max_tokens: 1,
-            stop_tokens: Vec::new(),
-            cached: 0,
-            leg_end: 0,
-            chain: Vec::new(),
-            output_boundary: None,
-            blocks_saved: 0,
-            fetches: 0,
-            from_tiers: [0; 3],
-            blocks_sealed: 0,
-            windows_sealed: 0,
-            context: Some(context),
-            peer: Some(peer),
-            asked: None,
-            tried: Vec::new(),
-            may_ask_again: false,
-            quarantined: Vec::new(),
-        };
+        let origin = Origin::Peer { attempt, plan, blocks_offered: have, offered: Manifest::new() };
+        let seq = Sequence::of_peer(id, request, origin, peer, context);
         self.sequences.insert(id, seq);
         self.attempts.insert(attempt, id);
         self.scheduler.enqueue(id, need);
@@ -177,7 +150,12 @@ impl Worker {
         }
         let Some(seq) = self.sequences.get(&id) else { return };
         let Origin::Peer { attempt, plan, offered, .. } = &seq.origin else { return };
-        let first = FirstToken { tokens: seq.prompt_len as u32, cached: seq.cached, sampled };
+        let first = FirstToken {
+            tokens: seq.prompt_len as u32,
+            cached: seq.cached,
+            cached_below: seq.cached_below(),
+            sampled,
+        };
         let record = offered.record(plan_hash(plan), first.encode());
         let attempt = *attempt;
         self.command(attempt, |driver| driver.finish(attempt, record));

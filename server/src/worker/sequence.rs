@@ -4,6 +4,7 @@ use super::PeerKey;
 use super::faults::PeerName;
 use crate::engine::{Event, FailureKind, FinishReason, GenerateRequest, Usage};
 use crate::glue::handoff::TagBinding;
+use crate::glue::payload::PrefillRequest;
 use crate::scheduler::SeqId;
 use dsv4_model::sample::{Sampled, SamplingParams};
 use hicache::tiers::FetchId;
@@ -75,6 +76,8 @@ pub(super) struct Sequence {
     pub(super) table: Option<PageTable>,
     pub(super) owner: Owner,
     pub(super) sampling: SamplingParams,
+    /// Whom cached prefixes are shared with, see [`GenerateRequest::cache_salt`].
+    pub(super) salt: String,
     pub(super) max_tokens: u32,
     pub(super) stop_tokens: Vec<u32>,
     /// Prompt tokens that a cache had, here or at the peer that computed the prompt.
@@ -110,10 +113,30 @@ impl Sequence {
         request: GenerateRequest,
         events: UnboundedSender<Event>,
     ) -> Self {
+        let GenerateRequest { id: name, prompt, max_tokens, stop_tokens, sampling, cache_salt } =
+            request;
+        let request = PrefillRequest { id: name, prompt, sampling, cache_salt };
+        let waiting = Self::waiting(id, request, Origin::Client { events });
+        Self { max_tokens, stop_tokens, ..waiting }
+    }
+
+    /// One whose prompt a peer wants computed, with its first token.
+    pub(super) fn of_peer(
+        id: SeqId,
+        request: PrefillRequest,
+        origin: Origin,
+        peer: PeerKey,
+        context: Arc<TagBinding>,
+    ) -> Self {
+        let waiting = Self::waiting(id, request, origin);
+        Self { context: Some(context), peer: Some(peer), ..waiting }
+    }
+
+    fn waiting(id: SeqId, request: PrefillRequest, origin: Origin) -> Self {
         Self {
             id,
             name: request.id,
-            origin: Origin::Client { events },
+            origin,
             state: State::Waiting,
             prompt_len: request.prompt.len(),
             tokens: request.prompt,
@@ -121,8 +144,9 @@ impl Sequence {
             table: None,
             owner: Owner::Sequence(id),
             sampling: request.sampling,
-            max_tokens: request.max_tokens,
-            stop_tokens: request.stop_tokens,
+            salt: request.cache_salt,
+            max_tokens: 1,
+            stop_tokens: Vec::new(),
             cached: 0,
             leg_end: 0,
             chain: Vec::new(),
@@ -139,6 +163,17 @@ impl Sequence {
             may_ask_again: false,
             quarantined: Vec::new(),
         }
+    }
+
+    /// Which of the cached tokens came from each tier below the device. What was fetched counts as
+    /// far as it was used.
+    pub(super) fn cached_below(&self) -> [u32; 3] {
+        let mut left = self.cached;
+        self.from_tiers.map(|tokens| {
+            let counted = tokens.min(left);
+            left -= counted;
+            counted
+        })
     }
 
     /// Says that the output is lost.
@@ -169,7 +204,8 @@ impl Sequence {
 
     fn finish(&self, reason: FinishReason, completion_tokens: u32) -> Commit {
         let (prompt_tokens, cached_tokens) = (self.prompt_len as u32, self.cached);
-        let usage = Usage { prompt_tokens, completion_tokens, cached_tokens };
+        let cached_below = self.cached_below();
+        let usage = Usage { prompt_tokens, completion_tokens, cached_tokens, cached_below };
         if let Origin::Client { events } = &self.origin {
             let _ = events.send(Event::Finished { reason, usage });
         }

@@ -4,8 +4,9 @@ use crate::client::Client;
 use dsv4_model::sample::Sampled;
 use dsv4_model::text::Tokenizer;
 use dsv4_server::engine::{
-    CancelOnDrop, Engine, EngineInfo, Event, FinishReason, GenerateRequest, Generation, Health,
-    Metric, MetricKind, PoolView, Stats, SubmitError, Usage, WorkerView,
+    CancelOnDrop, Engine, EngineInfo, Event, FinishReason, Flushed, Flushing, GenerateRequest,
+    Generation, Health, Metric, MetricKind, PoolView, Stats, SubmitError, TierView, Usage,
+    WorkerView,
 };
 use dsv4_server::http::{HttpConfig, router, serve};
 use std::collections::VecDeque;
@@ -97,6 +98,13 @@ impl Engine for FakeEngine {
                 quarantined: 1,
                 total: 8,
             }],
+            tiers: vec![TierView {
+                name: "host".to_owned(),
+                bytes: 5,
+                bytes_max: 10,
+                hits: 4,
+                mismatches: 1,
+            }],
             peers: vec![("127.0.0.1:8998".to_owned(), "ready".to_owned(), "shm".to_owned())],
         };
         Stats { metrics: vec![metric], workers: vec![worker] }
@@ -104,6 +112,12 @@ impl Engine for FakeEngine {
 
     fn health(&self) -> Health {
         self.health.lock().unwrap().clone()
+    }
+
+    fn flush_cache(&self, stores: bool) -> Flushing {
+        let stored_objects = if stores { 7 } else { 0 };
+        let flushed = Flushed { blocks: 5, boundaries: 2, host_objects: 6, stored_objects };
+        Box::pin(async move { flushed })
     }
 }
 
@@ -203,6 +217,7 @@ pub(crate) fn output(tokens: &[u32], reason: FinishReason) -> Vec<Event> {
         prompt_tokens: PROMPT_TOKENS,
         completion_tokens: u32::try_from(tokens.len()).unwrap(),
         cached_tokens: CACHED_TOKENS,
+        cached_below: [1, 2, 0],
     };
     let end = Event::Finished { reason, usage };
     tokens.iter().map(|&id| token(id)).chain([end]).collect()

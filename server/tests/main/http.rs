@@ -416,7 +416,8 @@ async fn usage_is_the_engines_and_the_same_streamed_or_not() {
         "prompt_tokens": PROMPT_TOKENS,
         "completion_tokens": completion,
         "total_tokens": PROMPT_TOKENS as usize + completion,
-        "prompt_tokens_details": {"cached_tokens": CACHED_TOKENS},
+        "prompt_tokens_details": {"cached_tokens": CACHED_TOKENS,
+            "cached_tokens_details": {"device": CACHED_TOKENS - 3, "host": 1, "disk": 2, "remote": 0},},
         "completion_tokens_details": {"reasoning_tokens": 0},
         "prompt_cache_hit_tokens": CACHED_TOKENS,
         "prompt_cache_miss_tokens": PROMPT_TOKENS - CACHED_TOKENS,
@@ -704,6 +705,10 @@ async fn models_health_metrics_and_page() {
         worker["pools"][0],
         json!({"name": "block", "used": 3, "cached": 2, "quarantined": 1, "total": 8})
     );
+    assert_eq!(
+        worker["tiers"][0],
+        json!({"name": "host", "bytes": 5, "bytes_max": 10, "hits": 4, "mismatches": 1})
+    );
     assert_eq!(worker["peers"][0]["transport"], "shm");
     assert_eq!(stats["metrics"][0]["value"], 7.0);
     let page = server.client.get("/").await;
@@ -738,5 +743,21 @@ async fn shutdown_finishes_streams_and_takes_no_new_connection() {
         open.events.send(event).unwrap();
     }
     assert_eq!(stream.events().await.last().unwrap(), "[DONE]");
+    server.finish().await;
+}
+
+#[tokio::test]
+async fn cache_is_flushed_as_far_as_was_asked_for() {
+    let server = Server::start().await;
+    for (query, on_disk) in [("", 0), ("?storage=false", 0), ("?storage=true", 7)] {
+        let flushed = server.client.get(&format!("/flush_cache{query}")).await.json();
+        let expected = json!({
+            "device_blocks": 5, "device_boundaries": 2, "host_objects": 6, "disk_objects": on_disk
+        });
+        assert_eq!(flushed, expected, "{query}");
+    }
+    let refused = server.client.get("/flush_cache?storage=perhaps").await;
+    assert_eq!(refused.status, 400);
+    assert!(refused.text().contains("storage is true or false"), "{}", refused.text());
     server.finish().await;
 }

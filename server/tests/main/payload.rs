@@ -13,7 +13,12 @@ fn number(variable: &str) -> Option<u64> {
 }
 
 fn seeds() -> [Vec<u8>; 3] {
-    let request = |sampling| PrefillRequest { id: "a".to_owned(), prompt: vec![1, 2, 3], sampling };
+    let request = |sampling| PrefillRequest {
+        id: "a".to_owned(),
+        prompt: vec![1, 2, 3],
+        sampling,
+        cache_salt: "tenant".to_owned(),
+    };
     let sampling = SamplingParams {
         logit_bias: vec![(3, -1.0), (4, 2.0)],
         logprobs: 2,
@@ -21,7 +26,7 @@ fn seeds() -> [Vec<u8>; 3] {
         ..SamplingParams::default()
     };
     let sampled = Sampled { token: 5, logprob: -0.5, top: vec![(5, -0.5), (6, -1.5)] };
-    let first = FirstToken { tokens: 3, cached: 1, sampled };
+    let first = FirstToken { tokens: 3, cached: 2, cached_below: [1, 0, 1], sampled };
     [request(SamplingParams::greedy()).encode(), request(sampling).encode(), first.encode()]
 }
 

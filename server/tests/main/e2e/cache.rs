@@ -31,6 +31,15 @@ async fn alone(url: &str, prompts: &[Vec<u32>]) -> Vec<Value> {
     answers
 }
 
+/// The same of a request with `cache_salt`.
+async fn ask_as(url: &str, salt: &str, ids: &[u32]) -> (Value, u64) {
+    let mut body = greedy(ids, OUTPUT);
+    body["cache_salt"] = salt.into();
+    let answer = post(&format!("{url}/v1/completions"), &body).await.expect("an answer").ok();
+    let cached = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
+    (essence(&answer), cached.as_u64().expect("cached tokens are counted"))
+}
+
 /// A prompt that shares no block with those of another `talk`.
 fn talk(number: u32, tokens: usize) -> Vec<u32> {
     let mut ids = prompt(2100)[..tokens].to_vec();
@@ -85,6 +94,7 @@ async fn answers_are_equal_after_eviction_and_return_from_host_and_disk() {
     for (what, mode, flags) in [
         ("host", "null", "--hicache-size 0.2".to_owned()),
         ("host", "both", "--hicache-size 0.2".to_owned()),
+        ("host", "null", "--hicache-size 0.2 --hicache-write-policy write_back".to_owned()),
         ("disk", "null", format!("--hicache-size 0.002 {}", storage(&dir.0))),
     ] {
         let warm = Server::worker(mode, &format!("{SMALL} {flags}"));
@@ -101,6 +111,13 @@ async fn answers_are_equal_after_eviction_and_return_from_host_and_disk() {
         let metrics = Metrics::of(&warm.url).await;
         let tokens = metrics.sum("dsv4:cache_tokens_total", &[what]);
         assert!(tokens >= 2.0 * 1024.0, "{what}, {mode}: {tokens} tokens");
+        // The last answer said where its prefix came from.
+        let answer = post(&format!("{}/v1/completions", warm.url), &greedy(&turns[6], 1)).await;
+        let usage = answer.expect("an answer").ok()["usage"]["prompt_tokens_details"].take();
+        let from = |tier: &str| usage["cached_tokens_details"][tier].as_u64().expect("a number");
+        let tiers: u64 = ["device", "host", "disk", "remote"].into_iter().map(from).sum();
+        assert_eq!((tiers, from("remote")), (1024, 0), "{usage}");
+        assert!(from(what) >= 256, "{what}, {mode}: {usage}");
         for bad in ["mismatches", "failures", "missing"] {
             let name = format!("dsv4:cache_{bad}_total");
             assert_eq!(metrics.sum(&name, &[]), 0.0, "{bad}, {what}, {mode}");
@@ -250,4 +267,55 @@ async fn clients_that_leave_while_a_prefix_is_loaded_leave_nothing() {
     let cold = Server::worker("null", COLD);
     let ids = talk(1, 1320);
     assert_eq!(ask(&warm.url, &ids).await.0, ask(&cold.url, &ids).await.0);
+}
+
+/// Requests of another salt share nothing, on the device, below it and over a hand-off.
+#[tokio::test]
+async fn prefixes_are_shared_only_with_requests_of_the_same_salt() {
+    let both = Server::worker("both", "--hicache-size 0.2");
+    let ids = prompt(600);
+    let (answer, cached) = ask(&both.url, &ids).await;
+    assert_eq!(cached, 0);
+    for (salt, expected) in [("a", 0), ("b", 0), ("a", 512), ("b", 512)] {
+        assert_eq!(ask_as(&both.url, salt, &ids).await, (answer.clone(), expected), "{salt}");
+    }
+    assert_eq!(ask(&both.url, &ids).await, (answer, 512));
+    for bad in [Value::from(""), Value::from("x".repeat(257)), Value::from(7)] {
+        let mut body = greedy(&ids, 1);
+        body["cache_salt"] = bad.clone();
+        let reply = post(&format!("{}/v1/completions", both.url), &body).await.expect("an answer");
+        assert_eq!(reply.status, 400, "{bad}");
+        assert!(reply.text().contains("cache_salt"), "{}", reply.text());
+    }
+}
+
+/// What is flushed is not found again: on the device and in host memory, or on disk as well.
+#[tokio::test]
+async fn flushed_prefixes_are_computed_again() {
+    let dir = Folder::new();
+    let server = Server::worker("null", &storage(&dir.0));
+    let ids = prompt(800);
+    let (answer, _) = ask(&server.url, &ids).await;
+    written(&server.url).await;
+    let flush = async |query: &str| {
+        let url = format!("{}/flush_cache{query}", server.url);
+        post(&url, &Value::Null).await.expect("an answer").ok()
+    };
+    let flushed = flush("").await;
+    assert_eq!(
+        (flushed["device_blocks"].as_u64(), flushed["disk_objects"].as_u64()),
+        (Some(3), Some(0))
+    );
+    assert!(flushed["host_objects"].as_u64() >= Some(4), "{flushed}");
+    // It is on disk still.
+    assert_eq!(ask(&server.url, &ids).await, (answer.clone(), 768));
+    written(&server.url).await;
+    let flushed = flush("?storage=true").await;
+    assert!(flushed["disk_objects"].as_u64() >= Some(4), "{flushed}");
+    eventually("the folder is empty", async || objects_below(&dir.0).is_empty().then_some(()))
+        .await;
+    assert_eq!(ask(&server.url, &ids).await, (answer, 0));
+    let bad = post(&format!("{}/flush_cache?storage=maybe", server.url), &Value::Null).await;
+    assert_eq!(bad.expect("an answer").status, 400);
+    assert_all_given_back(&[&server.url]).await;
 }

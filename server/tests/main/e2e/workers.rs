@@ -52,6 +52,7 @@ impl Workers {
             max_tokens,
             stop_tokens: Vec::new(),
             sampling,
+            cache_salt: String::new(),
         };
         let mut generation = self.node().engine().submit(request).expect("it is accepted");
         let mut answer = Vec::new();
