@@ -15,6 +15,7 @@
 //! | [`offer`](Tiers::offer) of device pages | a slot is filled ([`Move::Save`]); it can be found when that is done | written from the slot afterwards ([`Move::Write`]) |
 //! | [`prefetch`](Tiers::prefetch) | filled from a store ([`Move::Read`]) | read |
 //! | [`fetch`](Tiers::fetch) | as with prefetch if needed, then copied to device pages ([`Move::Load`]) | read if the host has it not |
+//! | [`probe`](Tiers::probe) | nothing | looked for where others write too ([`Move::Probe`]); can be found when it is there |
 //! | wrong bytes | the slot is given up | removed, or forgotten where others write too |
 //! | room is needed | the least recently used object in no motion goes | the same |
 //!
@@ -31,6 +32,7 @@
 mod fetch;
 mod host;
 mod index;
+mod probe;
 mod types;
 
 use crate::object::{ObjectKey, Part};
@@ -40,6 +42,7 @@ use fetch::Fetch;
 use host::{Host, State};
 use index::{Going, Index, Room};
 use kv_pool::ChainHash;
+use probe::Probes;
 pub use types::{
     Action, FetchEnd, FetchError, FetchId, Limits, MotionId, Move, Outcome, Slot, Store,
     StoreLimits, Tier, TierCounters, TierUse, UnknownMotion, WritePolicy,
@@ -65,6 +68,8 @@ pub struct Tiers {
     queued: BTreeSet<ObjectKey>,
     /// Objects to be written, by store.
     writes: [VecDeque<ObjectKey>; 2],
+    /// Looked for in a store, by store.
+    probes: [Probes; 2],
     /// Objects that were offered once, for the policy that saves at the second time.
     offered: BTreeSet<ObjectKey>,
     offered_order: VecDeque<ObjectKey>,
@@ -92,6 +97,7 @@ impl Tiers {
             prefetches: VecDeque::new(),
             queued: BTreeSet::new(),
             writes: [VecDeque::new(), VecDeque::new()],
+            probes: [Probes::default(), Probes::default()],
             offered: BTreeSet::new(),
             offered_order: VecDeque::new(),
             actions: VecDeque::new(),
@@ -251,6 +257,7 @@ impl Tiers {
             Move::Read { store, key, slot } => self.read(store, key, slot, outcome),
             Move::Write { store, key, slot } => self.written(store, key, slot, outcome),
             Move::Remove { store, key } => self.removed(store, key, outcome),
+            Move::Probe { store, key } => self.probed(store, key, outcome),
         }
         self.pump();
         Ok(())
@@ -294,6 +301,7 @@ impl Tiers {
             Outcome::Missing => index.end_read(&key, true),
             Outcome::Mismatch => {
                 // Wrong bytes stay wrong.
+                self.probes[store as usize].note_wrong(key);
                 let doomed = index.doom(&key);
                 let ended = index.end_read(&key, false);
                 if doomed == Going::Nothing { ended } else { doomed }
@@ -329,6 +337,7 @@ impl Tiers {
         }
         if good {
             self.worked(store);
+            self.probes[store as usize].note_written(&key);
             self.count_stored(store.tier(), key.part);
         } else {
             self.counters[store.tier() as usize].dropped += 1;
@@ -400,6 +409,7 @@ impl Tiers {
         self.pump_reads();
         for store in Store::ALL {
             while self.pump_write(store) {}
+            while self.pump_probe(store) {}
         }
     }
 

@@ -156,6 +156,10 @@ pub struct ServeArgs {
     /// Most bytes in that folder for each worker, GiB; the least recently used go first.
     #[arg(long, default_value_t = 16.0, value_parser = positive, value_name = "GIB")]
     pub hicache_storage_size: f64,
+    /// Bucket for prefixes that other servers share, like s3://BUCKET/PREFIX; credentials and
+    /// endpoint come from the AWS_ variables [default: none].
+    #[arg(long, value_name = "URL")]
+    pub hicache_object_store: Option<crate::net::ObjectUrl>,
     /// Memory for pages of each worker, MiB [default: a quarter of the machine's, at most 1024].
     #[arg(long)]
     pub kv_memory_mib: Option<u64>,
@@ -354,9 +358,9 @@ pub enum ConfigError {
     },
     /// A store needs buffers in host memory.
     #[error(
-        "--hicache-storage-dir needs the host tier: it can't go with --disable-radix-cache or --enable-hierarchical-cache=false"
+        "{0} needs the host tier: it can't go with --disable-radix-cache or --enable-hierarchical-cache=false"
     )]
-    StorageWithoutHost,
+    StorageWithoutHost(&'static str),
     /// Not even one object of each kind fits.
     #[error(
         "host memory of {bytes} bytes for prefixes is too little, at least {needed} are needed: see --hicache-size and --hicache-ratio, or --enable-hierarchical-cache=false"

@@ -6,6 +6,7 @@ pub mod config;
 pub mod engine;
 pub mod glue;
 pub mod http;
+pub mod net;
 pub mod node;
 pub mod router;
 pub mod scheduler;

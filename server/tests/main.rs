@@ -6,12 +6,16 @@
 mod at_rest;
 #[path = "main/client.rs"]
 mod client;
+#[path = "main/conformance.rs"]
+mod conformance;
 #[path = "main/e2e.rs"]
 mod e2e;
 #[path = "main/fake.rs"]
 mod fake;
 #[path = "main/http.rs"]
 mod http;
+#[path = "main/moto.rs"]
+mod moto;
 #[path = "main/objects.rs"]
 mod objects;
 #[path = "main/payload.rs"]

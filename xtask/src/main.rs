@@ -15,6 +15,7 @@ mod fences;
 mod hooks;
 mod lex;
 mod metadata;
+mod moto;
 mod peers;
 mod python;
 mod sh;

@@ -50,6 +50,26 @@ pub(crate) fn install(python: &Path, name: &str, wheels: &[&str]) -> Result<Path
     Ok(folder)
 }
 
+/// Installs a package and what it asks for to an environment of its own below the target folder, if
+/// it is not there or out of date; gives the folder.
+pub(crate) fn environment(name: &str, package: &str) -> Result<PathBuf> {
+    let folder = sh::root().join("target").join(name);
+    let stamp = folder.join("package.txt");
+    if std::fs::read_to_string(&stamp).is_ok_and(|have| have == package) {
+        return Ok(folder);
+    }
+    let python = ensure()?;
+    // Its pip installs for the other one, which needs none.
+    let mut venv = sh::command(&python);
+    sh::run(venv.args(["-m", "venv", "--clear", "--without-pip"]).arg(&folder))?;
+    let mut pip = sh::command(&python);
+    pip.args(["-m", "pip", "--python"]).arg(folder.join("bin/python"));
+    pip.args(["install", "--quiet", "--disable-pip-version-check", "--retries", "2", package]);
+    sh::run(&mut pip)?;
+    std::fs::write(&stamp, package).with_context(|| format!("write the stamp of {name}"))?;
+    Ok(folder)
+}
+
 /// Makes `.venv`, by whichever way this machine has.
 fn make_environment() -> Result<()> {
     let folder = sh::root().join(".venv");

@@ -7,7 +7,7 @@ mod layers;
 mod tally;
 
 use crate::sh::{self, Watch};
-use crate::{metadata, python, ucx};
+use crate::{metadata, moto, python, ucx};
 use anyhow::{Context as _, Result, bail};
 pub(crate) use layers::Layer;
 use std::path::PathBuf;
@@ -53,6 +53,7 @@ struct Equipment {
     numbers: Numbers,
     python: Option<String>,
     ucx: Option<PathBuf>,
+    moto: Option<PathBuf>,
 }
 
 /// Runs the tests of `layer`.
@@ -74,7 +75,7 @@ pub(crate) fn run(layer: Layer, numbers: Numbers, runner: Runner) -> Result<()> 
     }
     let python = if layer.has_end_to_end() { interpreter()? } else { None };
     let without = (layer.has_end_to_end() && python.is_none()).then_some(PYTHON_TESTS);
-    let equipment = Equipment { numbers, python, ucx: library()? };
+    let equipment = Equipment { numbers, python, ucx: library()?, moto: object_server(layer)? };
     let mut tally = Tally::default();
     let started = Instant::now();
     if layer.has_doc_tests() {
@@ -132,6 +133,9 @@ impl Equipment {
         if let Some(ucx) = &self.ucx {
             command.env(ucx::VARIABLE, ucx);
         }
+        if let Some(moto) = &self.moto {
+            command.env(moto::VARIABLE, moto);
+        }
     }
 }
 
@@ -149,6 +153,22 @@ fn interpreter() -> Result<Option<String>> {
         Err(error) if sh::is_ci() => Err(error.context("the Python client is required in CI")),
         Err(error) => {
             println!("tests named {PYTHON_TESTS} are left out: {error:#}");
+            Ok(None)
+        }
+    }
+}
+
+/// The S3 server for the tests of the remote store; in CI it must be there, elsewhere they leave
+/// themselves out without it.
+fn object_server(layer: Layer) -> Result<Option<PathBuf>> {
+    if !layer.has_object_server() {
+        return Ok(None);
+    }
+    match moto::ensure() {
+        Ok(path) => Ok(Some(path)),
+        Err(error) if sh::is_ci() => Err(error.context("an S3 server is required in CI")),
+        Err(error) => {
+            println!("the remote store is not tested: {error:#}");
             Ok(None)
         }
     }
@@ -215,7 +235,7 @@ fn fault_arguments(numbers: &Numbers) -> Vec<String> {
 fn long(name: &str, numbers: Numbers, arguments: &[String]) -> Result<()> {
     let needs_ucx = numbers.transport.as_deref() == Some("ucx");
     let ucx = if needs_ucx { library()? } else { None };
-    let equipment = Equipment { numbers, python: None, ucx };
+    let equipment = Equipment { numbers, python: None, ucx, moto: None };
     let mut runs = 0;
     for package in metadata::packages()? {
         for target in package.targets.iter().filter(|target| target.name == name) {

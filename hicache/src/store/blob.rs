@@ -59,6 +59,12 @@ pub trait BlobStore: Send + Sync + std::fmt::Debug {
     /// Whatever keeps the store from looking.
     fn contains(&self, key: &ObjectKey) -> Result<bool, StoreError>;
 
+    /// Whether uses are noted. Where not, [`Listed::used`] is when the object was written, and
+    /// [`BlobStore::touch`] does nothing and always succeeds.
+    fn notes_uses(&self) -> bool {
+        true
+    }
+
     /// Notes that the object was used now, as writing it does, so that [`Listed::used`] tells the
     /// order of uses after a restart.
     ///

@@ -108,7 +108,9 @@ fn what_is_missing_is_missing(store: &dyn BlobStore) {
         other => panic!("an object that is not there: {other:?}"),
     };
     is_missing(store.read(&missing, &mut [0; 4096]));
-    is_missing(store.touch(&missing));
+    if store.notes_uses() {
+        is_missing(store.touch(&missing));
+    }
     store.remove(&missing).expect("remove what is not there");
     store.write(&missing, &object).expect("write an object");
     store.remove(&missing).expect("remove an object");
@@ -186,7 +188,8 @@ fn uses_are_ordered(store: &dyn BlobStore) {
     assert!(list(store)[&second].used >= written, "a later write is an earlier use");
     store.touch(&first).expect("touch an object");
     let all = list(store);
-    assert!(all[&first].used >= all[&second].used, "a touch is not a use");
+    let is_later = all[&first].used >= all[&second].used;
+    assert!(is_later || !store.notes_uses(), "a touch is not a use");
     assert_eq!(read(store, &first, 4096), [1; 4096], "a touch changes nothing else");
 }
 

@@ -127,6 +127,14 @@ pub enum Move {
         /// Object.
         key: ObjectKey,
     },
+    /// Whether a store that others write too has an object: [`Outcome::Done`] if it has,
+    /// [`Outcome::Missing`] if not.
+    Probe {
+        /// Where.
+        store: Store,
+        /// Object.
+        key: ObjectKey,
+    },
 }
 
 /// How a motion ended.
@@ -195,7 +203,7 @@ pub struct StoreLimits {
     pub bytes_max: Option<u64>,
     /// Most objects known.
     pub objects_max: usize,
-    /// Motions at a time, reads and writes each.
+    /// Motions at a time, reads, writes and probes each.
     pub motions_max: usize,
     /// Whether objects are removed when their room is needed or their bytes are wrong; otherwise
     /// they are only forgotten.
@@ -227,6 +235,8 @@ pub struct Limits {
     pub prefetch_max: usize,
     /// Objects that wait to be written to a store; one more is dropped.
     pub writes_max: usize,
+    /// Probes of a store that wait or are under way; one more is dropped.
+    pub probes_max: usize,
     /// How long a store is left alone after it could not do what it should, microseconds.
     pub pause_us: u64,
     /// Failures in a row after which that happens.
@@ -256,6 +266,12 @@ pub struct TierCounters {
     pub failures: u64,
     /// Times that the tier was left alone after failures.
     pub pauses: u64,
+    /// Objects that were looked for here without being known.
+    pub probes: u64,
+    /// Those of them that were here.
+    pub probes_found: u64,
+    /// Objects that were to be looked for and were not, for want of room or in a pause.
+    pub probes_dropped: u64,
 }
 
 /// What a tier holds now.

@@ -84,6 +84,7 @@ struct World {
     seen: BTreeMap<&'static str, u64>,
     faults: bool,
     stores_down: bool,
+    probes_under_way: usize,
     /// What the disk really has room for.
     room: u64,
 }
@@ -113,6 +114,7 @@ impl World {
             fetch_objects_max: 8,
             prefetch_max: 4,
             writes_max: 6,
+            probes_max: 5,
             pause_us: 500,
             failures_max: 3,
         };
@@ -133,6 +135,7 @@ impl World {
             seen: BTreeMap::new(),
             faults,
             stores_down: false,
+            probes_under_way: 0,
             room,
         }
     }
@@ -147,7 +150,7 @@ impl World {
             let (other, other_writes) = match what {
                 Move::Save { slot, .. } | Move::Read { slot, .. } => (*slot, true),
                 Move::Load { slot, .. } | Move::Write { slot, .. } => (*slot, false),
-                Move::Remove { .. } => continue,
+                Move::Remove { .. } | Move::Probe { .. } => continue,
             };
             assert!(other != slot || !(writes || other_writes), "two motions in {slot:?}");
         }
@@ -168,6 +171,14 @@ impl World {
                 assert!(!self.wrong_slots.contains(&slot), "wrong bytes are used again");
             }
             Move::Remove { .. } => {}
+            Move::Probe { store, key } => {
+                assert_eq!(store, Store::Remote, "others write only there");
+                assert_eq!(self.tiers.holds(&key), None, "{key} is known");
+                let is_wrong = self.wrong_objects.contains(&(store, key));
+                assert!(!is_wrong, "wrong bytes are looked for again");
+                self.probes_under_way += 1;
+                assert!(self.probes_under_way <= 2, "more probes than motions");
+            }
         }
         if let Move::Read { store, key, .. } = what {
             assert!(!self.wrong_objects.contains(&(store, key)), "wrong bytes are read again");
@@ -206,10 +217,13 @@ impl World {
                 Action::Fetched { fetch, end } => self.fetched(fetch, end),
             }
         }
+        // Nothing waits for a probe.
         assert!(
-            !self.motions.is_empty() || self.fetches.is_empty(),
+            self.motions.len() > self.probes_under_way || self.fetches.is_empty(),
             "a fetch waits and nothing is under way"
         );
+        assert!(self.tiers.probes() <= self.limits.probes_max);
+        assert!(self.probes_under_way > 0 || self.tiers.probes() == 0, "probes wait for nothing");
         for tier in Tier::ALL {
             let Some(used) = self.tiers.used(tier) else { continue };
             let max = used.bytes_max;
@@ -286,6 +300,36 @@ impl World {
         assert!(self.tiers.handle_done(self.now, motion, outcome).is_err(), "reported twice");
     }
 
+    /// What others put into the store that they write too, now and again damaged.
+    fn others_write(&mut self) {
+        let key = self.any_key();
+        let right = !self.faults || !self.random.one_in(8);
+        // What was found to be wrong is not looked for again: nobody here can know that it is right.
+        let is_known = self.wrong_objects.contains(&(Store::Remote, key));
+        if !is_known && self.limits.remote.is_some() {
+            self.stores[Store::Remote as usize].insert(key, Content { key, right });
+        }
+    }
+
+    fn probe(&mut self) {
+        let n = self.random.below(self.chains.len());
+        let chain = self.chains[n].clone();
+        let keys = chain.iter().flat_map(|hash| Part::ALL.map(|part| (*hash, part)));
+        self.tiers.probe(self.now, keys.map(|(chain, part)| ObjectKey { chain, part }));
+    }
+
+    fn probe_ends(&mut self, store: Store, key: &ObjectKey, fails: bool) -> Outcome {
+        self.probes_under_way -= 1;
+        if self.stores_down || fails {
+            return Outcome::Failed;
+        }
+        if !self.stores[store as usize].contains_key(key) {
+            return Outcome::Missing;
+        }
+        self.count("found by a probe");
+        Outcome::Done
+    }
+
     fn outcome(&mut self, what: Move) -> Outcome {
         let fails = self.faults && self.random.one_in(12);
         match what {
@@ -351,6 +395,7 @@ impl World {
                 self.stores[store as usize].remove(&key);
                 Outcome::Done
             }
+            Move::Probe { store, key } => self.probe_ends(store, &key, fails),
         }
     }
 
@@ -364,7 +409,7 @@ impl World {
                 _ => None,
             })
             .collect();
-        match self.random.below(3) {
+        match self.random.below(6) {
             0 => {
                 let n = self.random.below(self.slots.len().max(1));
                 let slot = self.slots.keys().nth(n).copied().filter(|s| !filling.contains(s));
@@ -390,7 +435,7 @@ impl World {
     }
 
     fn step(&mut self) {
-        match self.random.below(24) {
+        match self.random.below(26) {
             0..5 => self.offer(),
             5..8 => self.fetch(),
             8 => {
@@ -422,6 +467,8 @@ impl World {
                     self.settle();
                 }
             }
+            24 if self.random.one_in(3) => self.others_write(),
+            25 if self.random.one_in(2) => self.probe(),
             _ => self.end_one(),
         }
         self.settle();
@@ -446,7 +493,7 @@ impl World {
         }
         assert_eq!((self.tiers.motions(), self.tiers.fetches()), (0, 0));
         assert!(self.fetches.is_empty(), "a fetch that never ended");
-        assert_eq!(self.tiers.backlog(), [0, 0, 0]);
+        assert_eq!((self.tiers.backlog(), self.tiers.probes()), ([0, 0, 0], 0));
         for (slot, content) in &self.slots {
             if self.tiers.in_host(&content.key) {
                 assert_eq!(slot.part, content.key.part);
@@ -474,6 +521,8 @@ fn random_traffic_with_faults_keeps_every_promise() {
             *seen.entry("pauses").or_default() += counters.pauses;
             *seen.entry("evicted").or_default() += counters.evicted;
             *seen.entry("missing").or_default() += counters.missing;
+            *seen.entry("probes").or_default() += counters.probes;
+            *seen.entry("probes dropped").or_default() += counters.probes_dropped;
         }
     }
     for what in [
@@ -488,6 +537,9 @@ fn random_traffic_with_faults_keeps_every_promise() {
         "pauses",
         "evicted",
         "missing",
+        "probes",
+        "probes dropped",
+        "found by a probe",
         "full",
     ] {
         assert!(seen.get(what).copied().unwrap_or(0) > 100, "hardly ever: {what}; {seen:?}");
@@ -515,6 +567,87 @@ fn without_faults_nothing_is_wrong_and_prefixes_are_found_again() {
         }
     }
     assert!(totals.0 > 20 * totals.1, "{totals:?} complete and missed");
+}
+
+fn key_of(number: u8) -> ObjectKey {
+    ObjectKey::block(ChainHash([number; 32]))
+}
+
+/// Tiers with a store that others write too, and nothing known of it.
+fn tiers_of_others() -> Tiers {
+    let mut limits = World::new(1, WritePolicy::Through, false).limits;
+    let remote = StoreLimits { bytes_max: None, objects_max: 12, motions_max: 2, owned: false };
+    (limits.disk, limits.remote) = (None, Some(remote));
+    Tiers::new(limits)
+}
+
+fn begun(tiers: &mut Tiers) -> Vec<(MotionId, Move)> {
+    let action = |action| match action {
+        Action::Begin { motion, what } => (motion, what),
+        Action::Fetched { .. } => panic!("nothing is fetched"),
+    };
+    std::iter::from_fn(|| tiers.poll_action()).map(action).collect()
+}
+
+#[test]
+fn what_others_wrote_can_be_had_after_a_probe_and_what_is_missing_stays_so() {
+    let mut tiers = tiers_of_others();
+    let store = Store::Remote;
+    let [there, missing] = [key_of(1), key_of(2)];
+    tiers.probe(0, [there, missing, there]);
+    let motions = begun(&mut tiers);
+    let what = [there, missing].map(|key| Move::Probe { store, key });
+    assert_eq!(motions.iter().map(|(_, what)| *what).collect::<Vec<_>>(), what);
+    assert_eq!(tiers.holds(&there), None, "nothing is known yet");
+    tiers.handle_done(1, motions[0].0, Outcome::Done).expect("under way");
+    tiers.handle_done(1, motions[1].0, Outcome::Missing).expect("under way");
+    assert_eq!((tiers.holds(&there), tiers.holds(&missing)), (Some(Tier::Remote), None));
+    tiers.probe(2, [there]);
+    assert_eq!(begun(&mut tiers), [], "what is known is not looked for");
+    let counters = tiers.counters(Tier::Remote);
+    assert_eq!((counters.probes, counters.probes_found, counters.probes_dropped), (2, 1, 0));
+}
+
+#[test]
+fn probes_have_a_bound_and_failed_ones_pause_their_store() {
+    let mut tiers = tiers_of_others();
+    tiers.probe(0, (0..9).map(key_of));
+    assert_eq!((tiers.probes(), tiers.counters(Tier::Remote).probes_dropped), (5, 4));
+    let mut ended = 0;
+    while let [(motion, _), ..] = begun(&mut tiers)[..] {
+        // The second one that has begun ends last, and does not matter here.
+        tiers.handle_done(1, motion, Outcome::Failed).expect("under way");
+        ended += 1;
+    }
+    let counters = tiers.counters(Tier::Remote);
+    assert_eq!((ended, counters.failures, counters.pauses), (3, 3, 1), "{counters:?}");
+    tiers.probe(2, [key_of(20)]);
+    assert_eq!(begun(&mut tiers), [], "the store is left alone");
+    tiers.handle_timeout(1000);
+    tiers.probe(1000, [key_of(20)]);
+    assert_eq!(begun(&mut tiers).len(), 1, "and not for ever");
+}
+
+#[test]
+fn wrong_bytes_are_not_found_again_by_a_probe() {
+    let mut tiers = tiers_of_others();
+    let key = key_of(1);
+    assert!(tiers.adopt(Store::Remote, key));
+    tiers.prefetch(0, [key]);
+    let motions = begun(&mut tiers);
+    tiers.handle_done(1, motions[0].0, Outcome::Mismatch).expect("under way");
+    tiers.probe(2, [key]);
+    assert_eq!((begun(&mut tiers), tiers.holds(&key)), (vec![], None));
+    // Its own write makes it right again.
+    let (save, slot) = tiers.offer(3, key).expect("a slot");
+    tiers.handle_done(4, save, Outcome::Done).expect("under way");
+    let motions = begun(&mut tiers);
+    assert_eq!(motions[0].1, Move::Write { store: Store::Remote, key, slot });
+    tiers.handle_done(5, motions[0].0, Outcome::Done).expect("under way");
+    assert_eq!(tiers.evict(Store::Remote, 1), 1);
+    tiers.flush_host();
+    tiers.probe(6, [key]);
+    assert_eq!(begun(&mut tiers).len(), 1);
 }
 
 /// A disk that others fill has less room than the tier may take: it goes on with what there is.

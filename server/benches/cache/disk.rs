@@ -130,7 +130,7 @@ fn restore(blocks: &Blocks, dir: &Path, is_direct: bool) -> Outcome<f64> {
     let store: Arc<dyn BlobStore> = Arc::new(open(blocks, dir, is_direct)?);
     let (send, reports) = channel();
     let report: Reports = Arc::new(move |moved| send.send(moved).expect("the bench listens"));
-    let mover = Mover::start(blocks.memory.clone(), [Some(store), None], THREADS, &report)?;
+    let mover = Mover::start(blocks.memory.clone(), [Some((store, THREADS)), None], &report)?;
     let buffers = (0..THREADS).map(|_| Buffer::new(blocks.object_bytes())).collect();
     let begin = Instant::now();
     read_all(blocks, &mover, &reports, buffers)?;

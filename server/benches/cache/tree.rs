@@ -75,6 +75,7 @@ pub(crate) fn limits(host: u32, disk: usize) -> Limits {
         fetch_objects_max: DEPTH_MAX + 1,
         prefetch_max: 4096,
         writes_max: 4096,
+        probes_max: 0,
         pause_us: 10_000_000,
         failures_max: 3,
     }

@@ -157,6 +157,11 @@ pub enum Job {
         /// Which object.
         key: ObjectKey,
     },
+    /// Whether a store has it.
+    Probe {
+        /// Which object.
+        key: ObjectKey,
+    },
 }
 
 /// A motion has ended.
@@ -192,14 +197,13 @@ pub struct Mover {
 const QUEUE_MAX: usize = 1 << 16;
 
 impl Mover {
-    /// Starts the threads: one for copies, and `store_threads` for each store.
+    /// Starts the threads: one for copies, and as many for each store as stand beside it.
     ///
     /// # Errors
     /// The system's, if there can be no more threads.
     pub fn start(
         memory: ObjectMemory,
-        stores: [Option<Arc<dyn BlobStore>>; 2],
-        store_threads: usize,
+        stores: [Option<(Arc<dyn BlobStore>, usize)>; 2],
         reports: &Reports,
     ) -> std::io::Result<Self> {
         let mut threads = Vec::new();
@@ -210,7 +214,7 @@ impl Mover {
         threads.push(std::thread::Builder::new().name("cache-copy".to_owned()).spawn(copier)?);
         let mut queues = [None, None];
         for (queue, store) in queues.iter_mut().zip(stores) {
-            let Some(store) = store else { continue };
+            let Some((store, store_threads)) = store else { continue };
             let (sender, jobs) = bounded(QUEUE_MAX);
             *queue = Some(sender);
             for _ in 0..store_threads {
@@ -321,6 +325,13 @@ fn run(motion: MotionId, job: Job, store: Option<&dyn BlobStore>, memory: &Objec
         Job::Remove { key } => {
             let outcome = store
                 .map_or(Outcome::Failed, |store| outcome_of(store, "remove", store.remove(&key)));
+            (outcome, None, None)
+        }
+        Job::Probe { key } => {
+            let outcome = store.map_or(Outcome::Failed, |store| match store.contains(&key) {
+                Ok(false) => Outcome::Missing,
+                found => outcome_of(store, "look for", found.map(drop)),
+            });
             (outcome, None, None)
         }
     };

@@ -5,6 +5,7 @@ use crate::config::{ConfigError, ServeArgs, WritePolicyArg};
 use crate::glue::mover::{HostMemory, Mover, Reports};
 use crate::glue::objects::ObjectMemory;
 use crate::glue::pools::{PageCounts, Pools};
+use crate::net::object_store::{RemoteConfig, RemoteError, RemoteStore, TIMEOUT};
 use crate::worker::Role;
 use crate::worker::cache::{CacheParts, SAVES_MAX};
 use anyhow::Context;
@@ -13,10 +14,19 @@ use hicache::tiers::{Limits, Store, StoreLimits, Tiers, WritePolicy};
 use hicache::{ObjectKey, Part};
 use kv_pool::{BLOCK_TOKENS, Fingerprint, Geometry};
 use std::sync::Arc;
+use std::time::Duration;
 
 const GIB: f64 = (1_u64 << 30) as f64;
-/// Threads, and so motions at a time, of a store.
+/// Threads, and so motions at a time, of a store in a folder.
 const STORE_THREADS: usize = 2;
+/// The same of a store behind a network.
+const REMOTE_THREADS: usize = 4;
+/// Objects that are looked for there at a time without being known.
+const PROBES_MAX: usize = 256;
+/// How long the start may wait for the names of what is there.
+const LIST_LIMIT: Duration = Duration::from_secs(10);
+/// Context of what is wrong with that store.
+const OBJECT_STORE: &str = "open the cache's object store (--hicache-object-store)";
 /// Most objects that the index of a store may name: some 300 bytes of memory each.
 const OBJECTS_MAX: usize = 4 << 20;
 /// Objects that wait to be read ahead of need, or to be written.
@@ -50,9 +60,10 @@ pub(super) fn host_plan(
     counts: &PageCounts,
 ) -> Result<Option<HostPlan>, ConfigError> {
     if args.disable_radix_cache || !args.enable_hierarchical_cache {
-        return match &args.hicache_storage_dir {
-            Some(_) => Err(ConfigError::StorageWithoutHost),
-            None => Ok(None),
+        return match (&args.hicache_storage_dir, &args.hicache_object_store) {
+            (Some(_), _) => Err(ConfigError::StorageWithoutHost("--hicache-storage-dir")),
+            (None, Some(_)) => Err(ConfigError::StorageWithoutHost("--hicache-object-store")),
+            (None, None) => Ok(None),
         };
     }
     let device: u64 = crate::glue::pools::POOLS
@@ -95,6 +106,25 @@ fn open_store(
     Ok(Some(Arc::new(store)))
 }
 
+/// A client for the store that other servers share. Whether there is anybody to answer does not
+/// matter here: the tier is left alone while nobody does.
+fn remote_store(
+    args: &ServeArgs,
+    fingerprint: Fingerprint,
+    layout: &str,
+) -> anyhow::Result<Option<Arc<RemoteStore>>> {
+    let Some(url) = args.hicache_object_store.clone() else { return Ok(None) };
+    let config = RemoteConfig { url, fingerprint, layout: layout.to_owned(), timeout: TIMEOUT };
+    let store = RemoteStore::new(config).context(OBJECT_STORE)?;
+    match store.claim() {
+        Err(error @ RemoteError::Unreachable { .. }) => {
+            tracing::warn!(%error, "the cache's object store does not answer");
+        }
+        result => result.context(OBJECT_STORE)?,
+    }
+    Ok(Some(Arc::new(store)))
+}
+
 /// Builds the tiers of a worker, if it is to have any.
 pub(super) fn parts(
     args: &ServeArgs,
@@ -108,6 +138,7 @@ pub(super) fn parts(
     let Some(plan) = host_plan(args, geometry, counts)? else { return Ok(None) };
     host_room(plan.bytes())?;
     let disk = open_store(args, role, fingerprint, layout)?;
+    let remote = remote_store(args, fingerprint, layout)?;
     let limits = Limits {
         host_blocks: plan.slots[0],
         host_boundaries: plan.slots[1],
@@ -118,7 +149,12 @@ pub(super) fn parts(
             motions_max: STORE_THREADS,
             owned: true,
         }),
-        remote: None,
+        remote: remote.as_ref().map(|_| StoreLimits {
+            bytes_max: None,
+            objects_max: OBJECTS_MAX,
+            motions_max: REMOTE_THREADS,
+            owned: false,
+        }),
         policy: match args.hicache_write_policy {
             WritePolicyArg::WriteThrough => WritePolicy::Through,
             WritePolicyArg::WriteThroughSelective => WritePolicy::ThroughSelective,
@@ -129,6 +165,7 @@ pub(super) fn parts(
         fetch_objects_max: counts.block as usize + 1,
         prefetch_max: WAITING_MAX,
         writes_max: WAITING_MAX.max(plan.slots[0] as usize),
+        probes_max: PROBES_MAX,
         pause_us: PAUSE_US,
         failures_max: FAILURES_MAX,
     };
@@ -136,10 +173,15 @@ pub(super) fn parts(
     if let Some(store) = &disk {
         adopt(&mut tiers, store, &plan)?;
     }
+    if let Some(store) = &remote {
+        adopt_remote(&mut tiers, store, &plan);
+    }
     let memory = ObjectMemory::new(pools, fingerprint);
-    let stores = [disk.map(|store| store as Arc<dyn BlobStore>), None];
-    let mover = Mover::start(memory, stores, STORE_THREADS, reports)
-        .context("start the threads of the cache")?;
+    let stores = [
+        disk.map(|store| (store as Arc<dyn BlobStore>, STORE_THREADS)),
+        remote.map(|store| (store as Arc<dyn BlobStore>, REMOTE_THREADS)),
+    ];
+    let mover = Mover::start(memory, stores, reports).context("start the threads of the cache")?;
     let host = HostMemory::new(plan.slots, plan.object_bytes);
     Ok(Some(CacheParts { tiers, host, mover }))
 }
@@ -169,4 +211,22 @@ fn adopt(tiers: &mut Tiers, store: &FileStore, plan: &HostPlan) -> anyhow::Resul
         "the cache's store is open"
     );
     Ok(())
+}
+
+/// Tells the tiers what others have put into their common store. What is not listed in time, or
+/// comes later, is found when a prompt looks for it.
+fn adopt_remote(tiers: &mut Tiers, store: &RemoteStore, plan: &HostPlan) {
+    let (mut objects, mut strange) = (0_u64, 0_u64);
+    let listed = store.list_within(LIST_LIMIT, &mut |Listed { key, bytes, .. }| {
+        let fits = bytes == plan.object_bytes[key.part as usize - 1];
+        let known = fits && tiers.adopt(Store::Remote, key);
+        (objects, strange) = (objects + u64::from(known), strange + u64::from(!fits));
+    });
+    if let Err(error) = listed {
+        tracing::warn!(
+            %error, objects,
+            "not all of the cache's object store is known; it goes on with what is"
+        );
+    }
+    tracing::info!(store = %store.url(), objects, strange, "the cache's object store is in use");
 }

@@ -145,7 +145,7 @@ fn cache_metrics(worker: &WorkerHandle, cache: &CacheNumbers, all: &mut Vec<Metr
     all.push(of(worker, name, Counter, cache.saves_late, help));
 }
 
-fn tier_numbers(cache: &CacheNumbers, n: usize, used: &TierUse) -> [Plain; 14] {
+fn tier_numbers(cache: &CacheNumbers, n: usize, used: &TierUse) -> [Plain; 17] {
     let c = &cache.counters[n];
     let counter = |name, value, help| (name, Counter, value, help);
     [
@@ -167,6 +167,9 @@ fn tier_numbers(cache: &CacheNumbers, n: usize, used: &TierUse) -> [Plain; 14] {
         counter("dsv4:cache_missing_total", c.missing, "Objects that were not there any more"),
         counter("dsv4:cache_failures_total", c.failures, "Motions that failed otherwise"),
         counter("dsv4:cache_pauses_total", c.pauses, "Times that a tier was left alone"),
+        counter("dsv4:cache_probes_total", c.probes, "Unknown objects looked for in a tier"),
+        counter("dsv4:cache_probes_found_total", c.probes_found, "Those that were there"),
+        counter("dsv4:cache_probes_dropped_total", c.probes_dropped, "Those not looked for"),
     ]
 }
 

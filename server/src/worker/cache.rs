@@ -23,6 +23,8 @@ use std::time::Duration;
 
 /// Times that a sequence's prefix is looked for below the device: each miss takes away an object.
 const FETCHES_MAX: u32 = 3;
+/// Objects of one prompt that are looked for where others write too.
+const PROBES_OF_PROMPT: usize = 64;
 /// Objects that are being saved at a time: their pages are kept from others meanwhile.
 pub const SAVES_MAX: usize = 4;
 /// How long a fetch may take: this, and so much more per 1,024 tokens.
@@ -246,7 +248,9 @@ impl Worker {
         let climb = match what {
             Move::Load { .. } => Some(Tier::Host),
             Move::Read { store, .. } => Some(store.tier()),
-            Move::Save { .. } | Move::Write { .. } | Move::Remove { .. } => None,
+            Move::Save { .. } | Move::Write { .. } | Move::Remove { .. } | Move::Probe { .. } => {
+                None
+            }
         };
         if let Some(tier) = climb {
             let (count, us) = &mut cache.numbers.climbs[tier as usize];
@@ -380,6 +384,7 @@ impl Worker {
                 (Some(store), Job::Write { key, buffer: cache.host.share(slot) })
             }
             Move::Remove { store, key } => (Some(store), Job::Remove { key }),
+            Move::Probe { store, key } => (Some(store), Job::Probe { key }),
         };
         for page in busy.pages.iter().flat_map(ObjectPages::iter) {
             if let Err(error) = self.pools.add_owner(page, Owner::LocalCopy(motion.0)) {
@@ -390,16 +395,24 @@ impl Worker {
         cache.mover.begin(motion, store, job);
     }
 
-    /// Starts to bring what a waiting prompt will want into host memory.
+    /// Starts to bring what a waiting prompt will want into host memory, and to look for more of it
+    /// where others write too.
+    ///
+    /// Nobody waits for what is looked for: it is of use to this prompt if it is found while that
+    /// waits in the queue, and to later ones in any case.
     pub(super) fn prefetch(&mut self, id: SeqId) {
         let (Some(cache), Some(seq)) = (&mut self.cache, self.sequences.get_mut(&id)) else {
             return;
         };
-        let Some(missing) = self.prefixes.missing(&cache.tiers, seq, self.config.role) else {
-            return;
-        };
-        let keys = missing.objects(&seq.chain);
-        cache.tiers.prefetch(cache.now_us(), keys);
+        let role = self.config.role;
+        let missing = self.prefixes.missing(&cache.tiers, seq, role);
+        let keys = missing.map(|missing| missing.objects(&seq.chain)).unwrap_or_default();
+        let now = cache.now_us();
+        cache.tiers.prefetch(now, keys);
+        if cache.tiers.used(Tier::Remote).is_some() {
+            let keys = self.prefixes.unknown(&cache.tiers, seq, role, PROBES_OF_PROMPT);
+            cache.tiers.probe(now, keys);
+        }
         self.act_cache();
     }
 

@@ -40,6 +40,13 @@ impl Missing {
     }
 }
 
+/// Blocks of a sequence that could come from a cache. The last token is computed, for its logits; a
+/// decode worker gets those from its peer.
+fn wanted_blocks(seq: &Sequence, role: Role) -> usize {
+    let tokens = if needs_boundary(role) { seq.tokens.len() - 1 } else { seq.tokens.len() };
+    (tokens / BLOCK_TOKENS as usize).min(seq.chain.len())
+}
+
 /// The prefix tree of a worker and what binds it to the worker's pools.
 #[derive(Debug)]
 pub(super) struct Prefixes {
@@ -152,9 +159,7 @@ impl Prefixes {
         self.hash(seq);
         let tree = self.tree.as_ref()?;
         let wants_boundary = needs_boundary(role);
-        // The last token is computed, for its logits; a decode worker gets those from its peer.
-        let tokens = if wants_boundary { seq.tokens.len() - 1 } else { seq.tokens.len() };
-        let most = (tokens / BLOCK_TOKENS as usize).min(seq.chain.len());
+        let most = wanted_blocks(seq, role);
         let chain = &seq.chain[..most];
         let mut blocks = tree.peek_blocks(chain);
         let depth = if wants_boundary {
@@ -169,6 +174,26 @@ impl Prefixes {
         let end = chain.get(depth.checked_sub(1)?)?;
         let boundary = if wants_boundary { tree.boundary(end).cloned() } else { None };
         Some(Missing { depth, blocks, wants_boundary, boundary })
+    }
+
+    /// The first objects, of at most so many, that a prompt would want and that are neither here nor
+    /// known to be in a tier: blocks, and what is needed to go on from the end of each.
+    pub(super) fn unknown(
+        &self,
+        tiers: &Tiers,
+        seq: &Sequence,
+        role: Role,
+        objects_max: usize,
+    ) -> Vec<ObjectKey> {
+        let Some(tree) = &self.tree else { return Vec::new() };
+        let chain = &seq.chain[..wanted_blocks(seq, role)];
+        let here = tree.peek_blocks(chain).len();
+        let reach = tiers.reach_blocks(chain, here, chain.len());
+        let objects = chain[reach..].iter().flat_map(|hash| {
+            let boundary = needs_boundary(role).then(|| ObjectKey::boundary(*hash));
+            std::iter::once(ObjectKey::block(*hash)).chain(boundary)
+        });
+        objects.take(objects_max).collect()
     }
 
     /// Blocks that would go first, see [`PrefixTree::coldest`].

@@ -26,6 +26,8 @@ mod prefix;
 mod processes;
 #[path = "e2e/prompts.rs"]
 mod prompts;
+#[path = "e2e/remote.rs"]
+mod remote;
 #[path = "e2e/same_answers.rs"]
 mod same_answers;
 #[path = "e2e/service.rs"]

@@ -23,6 +23,7 @@ pub(crate) const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
 #[derive(Debug)]
 pub(crate) struct Process {
     args: Vec<String>,
+    variables: Vec<(String, String)>,
     /// The operating system's side of it.
     pub(crate) child: Child,
     stdout: Receiver<String>,
@@ -71,8 +72,11 @@ impl Process {
             read_lines(err, move |line| lines(&sink).push(line)),
         ];
         let (said, expected_errors) = (Vec::new(), Vec::new());
+        let own = |(name, value): &(&str, &str)| ((*name).to_owned(), (*value).to_owned());
+        let variables = variables.iter().map(own).collect();
         Self {
             args: args.to_vec(),
+            variables,
             child,
             stdout,
             said,
@@ -146,7 +150,8 @@ impl Process {
     /// Restarts a killed process with the same flags.
     fn again(&mut self) {
         assert!(self.status.is_some(), "only a dead process is started again");
-        let mut next = Self::spawn(&self.args);
+        let variables = self.variables.iter().map(|(name, value)| (name.as_str(), value.as_str()));
+        let mut next = Self::spawn_with(&self.args, &variables.collect::<Vec<_>>());
         next.expected_errors.clone_from(&self.expected_errors);
         *self = next;
     }
@@ -248,7 +253,18 @@ impl Server {
         Self::worker_that_says(LISTENS, mode, flags)
     }
 
+    /// The same with variables of its own.
+    pub(crate) fn worker_with(mode: &str, flags: &str, variables: &[(&str, &str)]) -> Self {
+        let args = Self::arguments(mode, flags);
+        Self::after(LISTENS, Process::spawn_with(&args, variables), mode == "prefill")
+    }
+
     fn worker_that_says(said: &str, mode: &str, flags: &str) -> Self {
+        let args = Self::arguments(mode, flags);
+        Self::after(said, Process::spawn(&args), mode == "prefill")
+    }
+
+    fn arguments(mode: &str, flags: &str) -> Vec<String> {
         let mut args = words("--port 0");
         for default in ["--kv-memory-mib 192", "--context-length 16384"] {
             if !default.split(' ').take(1).any(|flag| flags.contains(flag)) {
@@ -260,7 +276,7 @@ impl Server {
         if mode == "prefill" {
             args.extend(words("--disaggregation-bootstrap-port 0"));
         }
-        Self::after(said, Process::spawn(&args), mode == "prefill")
+        args
     }
 
     /// Starts a decode worker of this prefill worker.

@@ -1,0 +1,92 @@
+//! The remote store against the suite of all stores, and what only it can do wrong.
+
+use crate::moto::{BUCKET, Moto};
+use dsv4_server::net::object_store::{RemoteConfig, RemoteError, RemoteStore, TIMEOUT};
+use hicache::store::{BlobStore, StoreError};
+use hicache::testing::conformance::{self, FINGERPRINT, key, object};
+use std::cell::Cell;
+use std::time::Duration;
+
+fn config(prefix: &str, layout: &str, timeout: Duration) -> RemoteConfig {
+    RemoteConfig {
+        url: format!("s3://{BUCKET}/{prefix}").parse().expect("a good address"),
+        fingerprint: FINGERPRINT,
+        layout: layout.to_owned(),
+        timeout,
+    }
+}
+
+fn open(moto: &Moto, config: RemoteConfig) -> RemoteStore {
+    let variables = moto.variables();
+    let variables: Vec<_> = variables.iter().map(|(name, value)| (*name, value.as_str())).collect();
+    RemoteStore::with_variables(config, &variables).expect("a client")
+}
+
+#[test]
+fn remote_store_does_what_a_store_does() {
+    let Some(moto) = Moto::start() else { return };
+    let made = Cell::new(0);
+    let again = || open(&moto, config(&format!("fresh-{}", made.get()), "layout", TIMEOUT));
+    let fresh = || {
+        made.set(made.get() + 1);
+        Box::new(again()) as Box<dyn BlobStore>
+    };
+    let reopen = |old: Box<dyn BlobStore>| {
+        drop(old);
+        Box::new(again()) as Box<dyn BlobStore>
+    };
+    conformance::run(&fresh, Some(&reopen));
+}
+
+#[test]
+fn another_layout_under_our_fingerprint_is_refused() {
+    let Some(moto) = Moto::start() else { return };
+    let ours = open(&moto, config("layouts", "rows 64\n", TIMEOUT));
+    ours.claim().expect("nobody was there");
+    open(&moto, config("layouts", "rows 64\n", TIMEOUT)).claim().expect("the same layout");
+    let other = open(&moto, config("layouts", "rows 32\n", TIMEOUT));
+    match other.claim() {
+        Err(RemoteError::LayoutDiffers { differs, .. }) => {
+            assert!(differs.contains("rows 64") && differs.contains("rows 32"), "{differs}");
+        }
+        result => panic!("another layout: {result:?}"),
+    }
+    let refused = other.write(&key(1), &object(key(1), 1));
+    assert!(matches!(refused, Err(StoreError::Failed { .. })), "{refused:?}");
+    assert!(!ours.contains(&key(1)).expect("look for it"));
+    let mut found = 0;
+    ours.list(&mut |_| found += 1).expect("list");
+    assert_eq!(found, 0, "the layout is no object");
+}
+
+#[test]
+fn dead_and_silent_servers_are_errors_that_name_what_was_tried_and_no_secret() {
+    let Some(mut moto) = Moto::start() else { return };
+    let store = open(&moto, config("dead", "layout", Duration::from_millis(500)));
+    store.write(&key(1), &object(key(1), 1)).expect("write an object");
+    let tries = || {
+        let mut into = vec![0; object(key(1), 1).len()];
+        let listed = store.list(&mut |_| {});
+        let errors = [
+            store.read(&key(1), &mut into),
+            store.write(&key(2), &object(key(2), 1)),
+            store.contains(&key(1)).map(drop),
+            store.remove(&key(1)),
+            listed,
+        ];
+        for (error, during) in errors.into_iter().zip(["read", "write", "look", "remove", "list"]) {
+            let text = error.expect_err(during).to_string();
+            assert!(text.starts_with(during), "{text}");
+            assert!(!text.contains("no-secret-of-anybody"), "{text}");
+        }
+    };
+    moto.signal(rustix::process::Signal::STOP);
+    tries();
+    moto.signal(rustix::process::Signal::CONT);
+    store.write(&key(3), &object(key(3), 1)).expect("it is back");
+    moto.kill();
+    tries();
+    moto.restart();
+    store.write(&key(3), &object(key(3), 1)).expect("it is back");
+    assert!(store.contains(&key(3)).expect("look for it"));
+}
