@@ -17,7 +17,7 @@
 //! | [`fetch`](Tiers::fetch) | as with prefetch if needed, then copied to device pages ([`Move::Load`]) | read if the host has it not |
 //! | [`probe`](Tiers::probe) | nothing | looked for where others write too ([`Move::Probe`]); can be found when it is there |
 //! | wrong bytes | the slot is given up | removed, or forgotten where others write too |
-//! | room is needed | the least recently used object in no motion goes | the same |
+//! | room is needed | the least recently used object goes that is in no motion, [pinned](Tiers::pin), or about to be written | the least recently used object in no motion goes |
 //!
 //! # Promises
 //!
@@ -32,6 +32,7 @@
 mod fetch;
 mod host;
 mod index;
+mod pins;
 mod probe;
 mod types;
 
@@ -42,6 +43,7 @@ use fetch::Fetch;
 use host::{Host, State};
 use index::{Going, Index, Room};
 use kv_pool::ChainHash;
+use pins::Pins;
 use probe::Probes;
 pub use types::{
     Action, FetchEnd, FetchError, FetchId, Limits, MotionId, Move, Outcome, Slot, Store,
@@ -66,10 +68,11 @@ pub struct Tiers {
     prefetches: VecDeque<ObjectKey>,
     /// Members of both.
     queued: BTreeSet<ObjectKey>,
-    /// Objects to be written, by store.
-    writes: [VecDeque<ObjectKey>; 2],
+    /// Objects to be written, by store, each with the slot that is held for it.
+    writes: [VecDeque<(ObjectKey, Option<Slot>)>; 2],
     /// Looked for in a store, by store.
     probes: [Probes; 2],
+    pins: Pins,
     /// Objects that were offered once, for the policy that saves at the second time.
     offered: BTreeSet<ObjectKey>,
     offered_order: VecDeque<ObjectKey>,
@@ -98,6 +101,9 @@ impl Tiers {
             queued: BTreeSet::new(),
             writes: [VecDeque::new(), VecDeque::new()],
             probes: [Probes::default(), Probes::default()],
+            pins: Pins::new([0, 1].map(|n| {
+                limits.pins_max[n].min([limits.host_blocks, limits.host_boundaries][n] / 2) as usize
+            })),
             offered: BTreeSet::new(),
             offered_order: VecDeque::new(),
             actions: VecDeque::new(),
@@ -184,7 +190,8 @@ impl Tiers {
         for index in self.stores.iter_mut().flatten() {
             index.touch(&key);
         }
-        if self.limits.policy == WritePolicy::ThroughSelective && !self.was_offered(key) {
+        let is_selective = self.limits.policy == WritePolicy::ThroughSelective;
+        if is_selective && !self.pins.has(&key) && !self.was_offered(key) {
             return None;
         }
         self.save(key)
@@ -222,7 +229,7 @@ impl Tiers {
     }
 
     fn take_slot(&mut self, key: ObjectKey, origin: Option<Store>) -> Option<Slot> {
-        let (slot, gone) = self.host.take(key, origin)?;
+        let (slot, gone) = self.host.take(key, origin, self.pins.has(&key))?;
         self.counters[Tier::Host as usize].evicted += u64::from(gone.is_some());
         Some(slot)
     }
@@ -284,11 +291,13 @@ impl Tiers {
         if index.knows(&key) {
             return;
         }
+        // It may have been flushed while it was saved.
+        let Some((slot, State::Ready)) = self.host.find(&key) else { return };
         let queue = &mut self.writes[store as usize];
         if queue.len() >= self.limits.writes_max {
             self.counters[store.tier() as usize].dropped += 1;
         } else {
-            queue.push_back(key);
+            queue.push_back((key, self.host.hold(slot).then_some(slot)));
         }
     }
 
@@ -413,9 +422,16 @@ impl Tiers {
         }
     }
 
+    /// The first object that waits to be written waits no longer.
+    fn pop_write(&mut self, store: Store) {
+        if let Some((_, Some(held))) = self.writes[store as usize].pop_front() {
+            self.host.release(held);
+        }
+    }
+
     /// Begins the next write to a store; false if none can begin now.
     fn pump_write(&mut self, store: Store) -> bool {
-        let Some(&key) = self.writes[store as usize].front() else { return false };
+        let Some(&(key, _)) = self.writes[store as usize].front() else { return false };
         let Some(index) = &mut self.stores[store as usize] else { return false };
         if index.writing >= index.limits().motions_max {
             return false;
@@ -430,14 +446,14 @@ impl Tiers {
             }
         };
         let Some(slot) = slot else {
-            self.writes[store as usize].pop_front();
+            self.pop_write(store);
             return true;
         };
         match index.make_room(key.part) {
             Room::Yes => {
                 index.begin_write(key);
-                self.writes[store as usize].pop_front();
                 self.host.begin_use(slot);
+                self.pop_write(store);
                 self.begin(Move::Write { store, key, slot });
                 true
             }
@@ -448,20 +464,21 @@ impl Tiers {
             }
             Room::Later => false,
             Room::Never => {
-                self.writes[store as usize].pop_front();
+                self.pop_write(store);
                 self.counters[store.tier() as usize].dropped += 1;
                 true
             }
         }
     }
 
-    /// Ends fetches whose time is up, and pauses of stores that are over.
+    /// Ends fetches and pins whose time is up, and pauses of stores that are over.
     pub fn handle_timeout(&mut self, now_us: u64) {
         self.now_us = self.now_us.max(now_us);
         for index in self.stores.iter_mut().flatten() {
             index.resume(self.now_us);
         }
         self.end_late_fetches();
+        self.end_pins();
         self.pump();
     }
 
@@ -469,7 +486,8 @@ impl Tiers {
     #[must_use]
     pub fn poll_timeout(&self) -> Option<u64> {
         let pauses = self.stores.iter().flatten().filter_map(Index::due);
-        pauses.chain(self.fetches.values().map(|fetch| fetch.deadline_us)).min()
+        let fetches = self.fetches.values().map(|fetch| fetch.deadline_us);
+        pauses.chain(fetches).chain(self.pins.due()).min()
     }
 
     /// What is to be done, or has happened, next.
@@ -477,8 +495,10 @@ impl Tiers {
         self.actions.pop_front()
     }
 
-    /// Forgets all objects in host memory. Those in motion go when the motion has ended.
+    /// Forgets all objects in host memory, and all pins. Those in motion go when the motion has
+    /// ended.
     pub fn flush_host(&mut self) {
+        self.pins.clear();
         self.host.clear();
     }
 

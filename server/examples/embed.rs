@@ -20,6 +20,7 @@ fn main() -> anyhow::Result<()> {
         stop_tokens: vec![engine.info().eos_token],
         sampling: dsv4_model::sample::SamplingParams::greedy(),
         cache_salt: String::new(),
+        cache_keep: dsv4_server::engine::CacheKeep::AsUsed,
     })?;
     let mut output = Vec::new();
     while let Some(event) = generation.events.blocking_recv() {

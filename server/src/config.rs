@@ -87,6 +87,13 @@ fn positive(text: &str) -> Result<f64, String> {
     }
 }
 
+fn up_to_half(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if (0.0..=0.5).contains(&number) => Ok(number),
+        _ => Err("a number from 0 to 0.5 expected".to_owned()),
+    }
+}
+
 /// Flags of a worker process.
 #[derive(Clone, Debug, Args)]
 pub struct ServeArgs {
@@ -150,6 +157,9 @@ pub struct ServeArgs {
     /// When prefixes are copied out of the pages: at once, when used again, or before they go.
     #[arg(long, value_enum, default_value_t = WritePolicyArg::WriteThrough)]
     pub hicache_write_policy: WritePolicyArg,
+    /// Share of the host memory for prefixes that requests may pin (cache_control); 0 for none.
+    #[arg(long, default_value_t = 0.5, value_parser = up_to_half, value_name = "SHARE")]
+    pub hicache_pin_share: f64,
     /// Folder for prefixes that are to outlive the process [default: none].
     #[arg(long, value_name = "DIR")]
     pub hicache_storage_dir: Option<PathBuf>,
@@ -271,7 +281,7 @@ fn not_negative(text: &str) -> Result<f64, String> {
 }
 
 /// A whole number with a unit.
-fn duration(text: &str) -> Result<Duration, String> {
+pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
     let seconds = match unit {

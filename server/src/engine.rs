@@ -23,6 +23,21 @@ pub struct GenerateRequest {
     /// Name of whom cached prefixes are shared with; empty for everybody without one. Prompts of
     /// different names share nothing, so that no one learns by an answer's speed what others asked.
     pub cache_salt: String,
+    /// How long its prefix is to stay within reach.
+    pub cache_keep: CacheKeep,
+}
+
+/// How long the prefix of a prompt is to stay in host memory, as far as there is room for such
+/// wishes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheKeep {
+    /// Until others were used since, and want its room.
+    #[default]
+    AsUsed,
+    /// For at least so many seconds.
+    Seconds(u32),
+    /// Until the cache is flushed, or the process ends.
+    Pinned,
 }
 
 /// Why an output ended.

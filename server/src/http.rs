@@ -13,6 +13,7 @@
 //! `chat_template_kwargs` (`thinking`, `enable_thinking`), and `add_special_tokens` for raw
 //! completions.
 
+mod cache_control;
 mod chat;
 mod chat_request;
 mod completions;

@@ -26,6 +26,8 @@ struct Entry {
     motions: u32,
     /// Not to be found any more; free when the last motion has ended.
     is_doomed: bool,
+    /// Does not go to make room.
+    is_pinned: bool,
 }
 
 /// The slots of one part.
@@ -33,8 +35,10 @@ struct Entry {
 struct Slots {
     entries: Vec<Option<Entry>>,
     free: Vec<u32>,
-    /// Ready and in no motion: what may go.
+    /// Ready, in no motion, not pinned and not held: what may go.
     idle: SlotOrder,
+    /// Slots that wait to be written, see [`Host::hold`].
+    held: usize,
 }
 
 impl Slots {
@@ -43,6 +47,7 @@ impl Slots {
             entries: vec![None; count as usize],
             free: (0..count).rev().collect(),
             idle: SlotOrder::default(),
+            held: 0,
         }
     }
 }
@@ -75,11 +80,12 @@ impl Host {
     }
 
     /// A slot to be filled with an object that has none, and the object that had to go for it.
-    /// None if every slot is in motion.
+    /// None if every slot is in motion, or may not go.
     pub(super) fn take(
         &mut self,
         key: ObjectKey,
         origin: Option<Store>,
+        is_pinned: bool,
     ) -> Option<(Slot, Option<ObjectKey>)> {
         assert!(!self.by_key.contains_key(&key), "{key} has a slot already");
         let slots = &mut self.slots[key.part.position()];
@@ -94,7 +100,8 @@ impl Host {
         if let Some(gone) = &gone {
             self.by_key.remove(gone);
         }
-        let entry = Entry { key, state: State::Filling, origin, motions: 1, is_doomed: false };
+        let state = State::Filling;
+        let entry = Entry { key, state, origin, motions: 1, is_doomed: false, is_pinned };
         self.slots[key.part.position()].entries[index as usize] = Some(entry);
         let slot = Slot { part: key.part, index };
         self.by_key.insert(key, slot);
@@ -125,7 +132,7 @@ impl Host {
     pub(super) fn end_use(&mut self, slot: Slot) {
         let entry = self.entry_mut(slot);
         entry.motions -= 1;
-        let (motions, is_doomed) = (entry.motions, entry.is_doomed);
+        let Entry { motions, is_doomed, is_pinned, .. } = *entry;
         if motions > 0 {
             return;
         }
@@ -133,8 +140,44 @@ impl Host {
         if is_doomed {
             slots.entries[slot.index as usize] = None;
             slots.free.push(slot.index);
-        } else {
+        } else if !is_pinned {
             slots.idle.insert(slot.index.into());
+        }
+    }
+
+    /// Keeps a slot until it is written to a store, or has turned out not to be, as if it was in
+    /// motion: so that a burst of saves does not drive out what it has brought. False if a quarter
+    /// of the slots are held already, which is as much as a store that is slow may block.
+    pub(super) fn hold(&mut self, slot: Slot) -> bool {
+        let slots = &mut self.slots[slot.part.position()];
+        if slots.held >= slots.entries.len() / 4 {
+            return false;
+        }
+        slots.held += 1;
+        self.begin_use(slot);
+        true
+    }
+
+    /// The slot is not held any more.
+    pub(super) fn release(&mut self, slot: Slot) {
+        self.slots[slot.part.position()].held -= 1;
+        self.end_use(slot);
+    }
+
+    /// The object, if it is here, does not go to make room.
+    pub(super) fn pin(&mut self, key: &ObjectKey) {
+        let Some(&slot) = self.by_key.get(key) else { return };
+        self.entry_mut(slot).is_pinned = true;
+        self.slots[slot.part.position()].idle.remove(slot.index.into());
+    }
+
+    /// The object is like any other again.
+    pub(super) fn unpin(&mut self, key: &ObjectKey) {
+        let Some(&slot) = self.by_key.get(key) else { return };
+        let entry = self.entry_mut(slot);
+        entry.is_pinned = false;
+        if entry.motions == 0 {
+            self.slots[slot.part.position()].idle.insert(slot.index.into());
         }
     }
 

@@ -237,6 +237,9 @@ pub struct Limits {
     pub writes_max: usize,
     /// Probes of a store that wait or are under way; one more is dropped.
     pub probes_max: usize,
+    /// Objects of each part that may be pinned, in the order of [`Part::ALL`]; never more than half
+    /// of the part's slots.
+    pub pins_max: [u32; 2],
     /// How long a store is left alone after it could not do what it should, microseconds.
     pub pause_us: u64,
     /// Failures in a row after which that happens.
@@ -266,6 +269,8 @@ pub struct TierCounters {
     pub failures: u64,
     /// Times that the tier was left alone after failures.
     pub pauses: u64,
+    /// Objects that were to be pinned here and were not, for want of room.
+    pub pins_refused: u64,
     /// Objects that were looked for here without being known.
     pub probes: u64,
     /// Those of them that were here.

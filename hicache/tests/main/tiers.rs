@@ -85,6 +85,8 @@ struct World {
     faults: bool,
     stores_down: bool,
     probes_under_way: usize,
+    /// What has been in the host while it was pinned, and until when it is.
+    pinned: BTreeMap<ObjectKey, u64>,
     /// What the disk really has room for.
     room: u64,
 }
@@ -115,6 +117,7 @@ impl World {
             prefetch_max: 4,
             writes_max: 6,
             probes_max: 5,
+            pins_max: [2, 1],
             pause_us: 500,
             failures_max: 3,
         };
@@ -136,6 +139,7 @@ impl World {
             faults,
             stores_down: false,
             probes_under_way: 0,
+            pinned: BTreeMap::new(),
             room,
         }
     }
@@ -224,6 +228,7 @@ impl World {
         );
         assert!(self.tiers.probes() <= self.limits.probes_max);
         assert!(self.probes_under_way > 0 || self.tiers.probes() == 0, "probes wait for nothing");
+        self.check_pins();
         for tier in Tier::ALL {
             let Some(used) = self.tiers.used(tier) else { continue };
             let max = used.bytes_max;
@@ -233,6 +238,32 @@ impl World {
         let reads_max =
             self.limits.fetches_max * self.limits.fetch_objects_max + self.limits.prefetch_max;
         assert!(reads <= reads_max && disk.max(remote) <= self.limits.writes_max);
+    }
+
+    /// What is pinned and was in the host is there still.
+    fn check_pins(&mut self) {
+        let (now, tiers) = (self.now, &self.tiers);
+        self.pinned.retain(|_, until| *until > now);
+        for key in self.pinned.keys() {
+            assert!(tiers.in_host(key), "{key} is pinned and gone");
+        }
+        let max = [self.limits.host_blocks, self.limits.host_boundaries];
+        for ((pins, slots), max) in tiers.pins().into_iter().zip(max).zip(self.limits.pins_max) {
+            assert!(pins <= u64::from(max) && pins <= u64::from(slots / 2), "{pins} pins");
+        }
+    }
+
+    fn pin(&mut self) {
+        let key = self.any_key();
+        let until = self.now + self.random.below(1000) as u64;
+        if !self.tiers.pin(self.now, key, until) {
+            return self.count("pin refused");
+        }
+        if self.tiers.in_host(&key) {
+            let until = until.max(self.pinned.get(&key).copied().unwrap_or(0));
+            self.pinned.insert(key, until);
+            self.count("pinned");
+        }
     }
 
     fn fetched(&mut self, fetch: FetchId, end: FetchEnd) {
@@ -296,6 +327,12 @@ impl World {
         let (&motion, &what) = self.motions.iter().nth(n).expect("counted");
         self.motions.remove(&motion);
         let outcome = self.outcome(what);
+        // What could not be loaded is given up, pinned or not.
+        if let Move::Load { key, .. } = what
+            && outcome != Outcome::Done
+        {
+            self.pinned.remove(&key);
+        }
         self.tiers.handle_done(self.now, motion, outcome).expect("it is under way");
         assert!(self.tiers.handle_done(self.now, motion, outcome).is_err(), "reported twice");
     }
@@ -435,7 +472,7 @@ impl World {
     }
 
     fn step(&mut self) {
-        match self.random.below(26) {
+        match self.random.below(27) {
             0..5 => self.offer(),
             5..8 => self.fetch(),
             8 => {
@@ -454,7 +491,11 @@ impl World {
                 self.now += self.random.below(200) as u64;
                 self.tiers.handle_timeout(self.now);
             }
-            11 if self.random.one_in(40) => self.tiers.flush_host(),
+            11 if self.random.one_in(40) => {
+                self.tiers.flush_host();
+                self.pinned.clear();
+                assert_eq!(self.tiers.pins(), [0, 0]);
+            }
             12 if self.random.one_in(30) => {
                 let count = self.random.below(3);
                 self.tiers.evict(Store::Disk, count);
@@ -469,6 +510,7 @@ impl World {
             }
             24 if self.random.one_in(3) => self.others_write(),
             25 if self.random.one_in(2) => self.probe(),
+            26 => self.pin(),
             _ => self.end_one(),
         }
         self.settle();
@@ -541,6 +583,8 @@ fn random_traffic_with_faults_keeps_every_promise() {
         "probes dropped",
         "found by a probe",
         "full",
+        "pinned",
+        "pin refused",
     ] {
         assert!(seen.get(what).copied().unwrap_or(0) > 100, "hardly ever: {what}; {seen:?}");
     }
@@ -648,6 +692,76 @@ fn wrong_bytes_are_not_found_again_by_a_probe() {
     tiers.flush_host();
     tiers.probe(6, [key]);
     assert_eq!(begun(&mut tiers).len(), 1);
+}
+
+/// Tiers with four slots for blocks and a disk, and one object saved into each slot.
+fn full_tiers() -> Tiers {
+    let mut limits = World::new(1, WritePolicy::Through, false).limits;
+    let disk =
+        StoreLimits { bytes_max: Some(10_000), objects_max: 30, motions_max: 1, owned: true };
+    (limits.disk, limits.remote) = (Some(disk), None);
+    (limits.host_blocks, limits.pins_max) = (4, [9, 9]);
+    let mut tiers = Tiers::new(limits);
+    for number in 0..4 {
+        let (save, _) = tiers.offer(0, key_of(number)).expect("a slot");
+        tiers.handle_done(0, save, Outcome::Done).expect("under way");
+    }
+    tiers
+}
+
+#[test]
+fn pinned_objects_stay_until_their_time_and_leave_half_of_the_room() {
+    let mut limits = *full_tiers().limits();
+    limits.disk = None;
+    let mut tiers = Tiers::new(limits);
+    assert!(tiers.pin(0, key_of(0), 1000), "it may come later");
+    let pins = [(1, 500), (1, 2000), (2, 1000), (3, 100)];
+    let save = |tiers: &mut Tiers, now: u64, number: u8| {
+        let (save, _) = tiers.offer(now, key_of(number)).expect("a slot");
+        tiers.handle_done(now, save, Outcome::Done).expect("under way");
+    };
+    (0..4).for_each(|number| save(&mut tiers, 0, number));
+    let pinned = pins.map(|(number, until)| tiers.pin(0, key_of(number), until));
+    assert_eq!(pinned, [true, true, false, false], "half of four may be pinned");
+    assert_eq!((tiers.pins(), tiers.counters(Tier::Host).pins_refused), ([2, 0], 2));
+    (4..9).for_each(|number| save(&mut tiers, 10, number));
+    let held = |tiers: &Tiers, number| tiers.in_host(&key_of(number));
+    assert!(held(&tiers, 0) && held(&tiers, 1) && !held(&tiers, 2));
+    assert_eq!(tiers.poll_timeout(), Some(1000));
+    tiers.handle_timeout(1000);
+    (10..13).for_each(|number| save(&mut tiers, 1001, number));
+    assert!(!held(&tiers, 0) && held(&tiers, 1), "one pin was over, the other made longer");
+    tiers.flush_host();
+    assert_eq!((tiers.pins(), held(&tiers, 1), tiers.poll_timeout()), ([0, 0], false, None));
+}
+
+/// One write at a time, and as many saves as there are slots: a quarter of them waits for its turn
+/// and is written, whatever else comes.
+#[test]
+fn what_waits_to_be_written_is_not_driven_out() {
+    let mut tiers = full_tiers();
+    let writes = |tiers: &mut Tiers| {
+        let written = |what: &Move| matches!(what, Move::Write { .. });
+        begun(tiers).into_iter().filter(|(_, what)| written(what)).collect::<Vec<_>>()
+    };
+    let first = writes(&mut tiers);
+    assert_eq!(first.len(), 1);
+    for number in 10..14 {
+        let Some((save, _)) = tiers.offer(1, key_of(number)) else { continue };
+        tiers.handle_done(1, save, Outcome::Done).expect("under way");
+    }
+    // Of the first four, one is being written and one is held; the other two had to go.
+    let here = (0..4).filter(|number| tiers.in_host(&key_of(*number))).collect::<Vec<_>>();
+    assert_eq!(here, [0, 1]);
+    let mut under_way = first;
+    while let Some((motion, _)) = under_way.pop() {
+        tiers.handle_done(2, motion, Outcome::Done).expect("under way");
+        under_way.extend(writes(&mut tiers));
+    }
+    assert_eq!(tiers.backlog(), [0, 0, 0]);
+    tiers.flush_host();
+    let stored = (0..4).filter(|number| tiers.holds(&key_of(*number)) == Some(Tier::Disk));
+    assert_eq!(stored.collect::<Vec<_>>(), [0, 1]);
 }
 
 /// A disk that others fill has less room than the tier may take: it goes on with what there is.

@@ -76,6 +76,7 @@ pub(crate) fn limits(host: u32, disk: usize) -> Limits {
         prefetch_max: 4096,
         writes_max: 4096,
         probes_max: 0,
+        pins_max: [0; 2],
         pause_us: 10_000_000,
         failures_max: 3,
     }

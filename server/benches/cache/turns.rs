@@ -26,8 +26,10 @@ const QUIET: Duration = Duration::from_millis(200);
 /// running ones included.
 const DEVICE: &str =
     "--context-length 1024 --max-running-requests 4 --chunked-prefill-size 256 --kv-memory-mib 7";
-/// Host memory in GiB: room for all blocks in the end, and for half of the sessions' last boundaries.
-const HOST: &str = "--hicache-size 0.03";
+/// Host memory in GiB with room for all blocks and boundaries in the end.
+const HOST: &str = "--hicache-size 0.2";
+/// A tenth of that, for the worker that has a disk below it.
+const SMALL_HOST: &str = "--hicache-size 0.02";
 
 /// A worker with some of the tiers, and what it has answered so far.
 struct Worker {
@@ -50,7 +52,7 @@ pub(crate) fn measure(options: &Options, report: &mut Report) -> Outcome<()> {
          take turns with all sessions"
     );
     let folder = Folder::new(&options.dir, "turns")?;
-    let disk = format!("{HOST} --hicache-storage-dir {}", folder.0.display());
+    let disk = format!("{SMALL_HOST} --hicache-storage-dir {}", folder.0.display());
     let worker = |name, flags: &str, below| Worker {
         name,
         server: Server::worker("null", &format!("{DEVICE} {flags}")),

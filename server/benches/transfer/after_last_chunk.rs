@@ -10,6 +10,7 @@ use crate::pages::{Outcome, PATIENCE, READER_CORE, SOURCE_CORE, pin};
 use crate::report::Report;
 use dsa_kernels::{CpuDevice, Mem};
 use dsv4_model::sample::SamplingParams;
+use dsv4_server::engine::CacheKeep;
 use dsv4_server::glue::handoff::{PageVerifier, TagBinding, offer, targets};
 use dsv4_server::glue::hash::{digest_of, page_hash};
 use dsv4_server::glue::payload::PrefillRequest;
@@ -245,6 +246,7 @@ fn read(source: &Source, tokens: u32, requests: usize) -> Outcome<Times> {
             prompt: prompt.clone(),
             sampling: SamplingParams::default(),
             cache_salt: String::new(),
+            cache_keep: CacheKeep::AsUsed,
         };
         driver.start(Start {
             attempt,

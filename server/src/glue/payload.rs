@@ -2,11 +2,12 @@
 //! the prompt and how to draw its first token one way, that token the other way.
 #![expect(clippy::mem_forget, reason = "the derived readers forget their partial values")]
 
+use crate::engine::CacheKeep;
 use dsv4_model::sample::{Sampled, SamplingParams};
 use wincode::{SchemaRead, SchemaWrite};
 
 /// Version of both payloads.
-const VERSION: u16 = 3;
+const VERSION: u16 = 4;
 /// Most bytes of a salt.
 const MAX_SALT: usize = 256;
 /// Most tokens of a prompt on the wire; the peer's context length is checked beside it.
@@ -58,6 +59,8 @@ struct RequestWire {
     logprobs: u32,
     want_logprob: bool,
     cache_salt: String,
+    /// Seconds; 0 for as long as it is used, and the largest number for no end.
+    cache_keep: u32,
 }
 
 /// A prompt to compute for a decode worker.
@@ -71,6 +74,8 @@ pub struct PrefillRequest {
     pub sampling: SamplingParams,
     /// Whom cached prefixes are shared with.
     pub cache_salt: String,
+    /// How long its prefix is to stay within reach.
+    pub cache_keep: CacheKeep,
 }
 
 impl PrefillRequest {
@@ -94,6 +99,11 @@ impl PrefillRequest {
             logprobs: s.logprobs,
             want_logprob: s.want_logprob,
             cache_salt: self.cache_salt.clone(),
+            cache_keep: match self.cache_keep {
+                CacheKeep::AsUsed => 0,
+                CacheKeep::Seconds(seconds) => seconds,
+                CacheKeep::Pinned => u32::MAX,
+            },
         };
         wincode::serialize(&wire).expect("vectors and numbers always serialise")
     }
@@ -127,7 +137,13 @@ impl PrefillRequest {
             logprobs: wire.logprobs,
             want_logprob: wire.want_logprob,
         };
-        Ok(Self { id: wire.id, prompt: wire.prompt, sampling, cache_salt: wire.cache_salt })
+        let cache_keep = match wire.cache_keep {
+            0 => CacheKeep::AsUsed,
+            u32::MAX => CacheKeep::Pinned,
+            seconds => CacheKeep::Seconds(seconds),
+        };
+        let cache_salt = wire.cache_salt;
+        Ok(Self { id: wire.id, prompt: wire.prompt, sampling, cache_salt, cache_keep })
     }
 }
 

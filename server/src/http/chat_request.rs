@@ -2,7 +2,7 @@
 
 use super::error::ApiError;
 use super::fields::{Fields, kind_of};
-use super::{AppState, sampling, shape};
+use super::{AppState, cache_control, sampling, shape};
 use crate::engine::GenerateRequest;
 use deepseek_recipe::openai::ChatCompletionRequest;
 use deepseek_recipe::openai::chat_completion::request::ChatCompletionRequestMessage;
@@ -116,8 +116,9 @@ impl ChatRequest {
         }
         resolve_thinking(&mut fields)?;
         let cache_salt = fields.cache_salt()?;
-        // DeepSeek's crate knows no such field.
-        let _ = fields.take("cache_salt");
+        let cache_keep = cache_control::read(&fields)?;
+        // DeepSeek's crate knows no such fields.
+        let _ = (fields.take("cache_salt"), fields.take("cache_control"));
 
         let mut recipe = convert(fields, &state.chat)?;
         recipe.parsing_options.stop_sequences = stops.texts;
@@ -149,6 +150,7 @@ impl ChatRequest {
             stop_tokens: stops.tokens,
             sampling: params,
             cache_salt,
+            cache_keep,
         };
         Ok(Self { generate, recipe, model, max_calls })
     }

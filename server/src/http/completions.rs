@@ -7,7 +7,7 @@ use super::metrics::RequestTimer;
 use super::parse::{Failure, finite};
 use super::pieces::{Piece, PieceStream, token_text};
 use super::stop::StopMatcher;
-use super::{AppState, RequestId, sampling, sse};
+use super::{AppState, RequestId, cache_control, sampling, sse};
 use crate::engine::{Event, FinishReason, GenerateRequest, Generation, Usage};
 use axum::Json;
 use axum::body::Body;
@@ -49,6 +49,7 @@ impl CompletionRequest {
         }
         let wanted = fields.at_least("max_tokens", 1)?.unwrap_or(DEFAULT_MAX_TOKENS);
         let cache_salt = fields.cache_salt()?;
+        let cache_keep = cache_control::read(&fields)?;
         let (stream, include_usage) = stream_fields(&fields)?;
         let prompt = prompt_tokens(state, &mut fields)?;
         let room = state.room(prompt.len(), "prompt")?;
@@ -59,6 +60,7 @@ impl CompletionRequest {
             stop_tokens: stops.tokens,
             sampling: params,
             cache_salt,
+            cache_keep,
         };
         Ok(Self { generate, model, stream, include_usage, stops: stops.texts })
     }

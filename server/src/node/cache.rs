@@ -166,6 +166,7 @@ pub(super) fn parts(
         prefetch_max: WAITING_MAX,
         writes_max: WAITING_MAX.max(plan.slots[0] as usize),
         probes_max: PROBES_MAX,
+        pins_max: plan.slots.map(|slots| (f64::from(slots) * args.hicache_pin_share) as u32),
         pause_us: PAUSE_US,
         failures_max: FAILURES_MAX,
     };

@@ -136,6 +136,17 @@ fn cache_metrics(worker: &WorkerHandle, cache: &CacheNumbers, all: &mut Vec<Metr
             ("sglang:hicache_host_total_tokens", "Tokens that host memory has room for");
         all.push(of(worker, name, Gauge, tokens(cache.host_blocks), help));
     }
+    if cache.used[Tier::Host as usize].is_some() {
+        for (part, pinned) in Part::ALL.into_iter().zip(cache.pinned) {
+            let help = "Objects that requests pinned in host memory, by part";
+            let metric = of(worker, "dsv4:cache_pinned_objects", Gauge, pinned, help);
+            all.push(labelled(metric, "part", part.name()));
+        }
+        let refused = cache.counters[Tier::Host as usize].pins_refused;
+        let (name, help) =
+            ("dsv4:cache_pins_refused_total", "Objects not pinned: too many are already");
+        all.push(of(worker, name, Counter, refused, help));
+    }
     for (end, value) in ["complete", "miss", "late"].into_iter().zip(cache.fetches) {
         let help = "Prefixes fetched from below the device, by how that ended";
         let metric = of(worker, "dsv4:cache_fetches_total", Counter, value, help);

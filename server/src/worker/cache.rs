@@ -7,14 +7,14 @@
 use super::sequence::State;
 use super::{Role, Worker};
 use crate::clock::Clock;
-use crate::engine::Flushed;
+use crate::engine::{CacheKeep, Flushed};
 use crate::glue::mover::{HostMemory, Job, Mover, Report};
 use crate::glue::objects::ObjectPages;
 use crate::glue::pools::PoolError;
 use crate::scheduler::SeqId;
 use hicache::tiers::{
     Action, FetchEnd, FetchId, MotionId, Move, Outcome, Store, Tier, TierCounters, TierUse, Tiers,
-    WritePolicy,
+    WritePolicy, objects_of,
 };
 use hicache::{Boundary, ObjectKey};
 use kv_pool::{BLOCK_TOKENS, Owner, PageRef, PageState, PoolKind, Proof};
@@ -55,6 +55,8 @@ pub struct CacheNumbers {
     pub used: [Option<TierUse>; 3],
     /// Blocks that the host tier has room for.
     pub host_blocks: u64,
+    /// Objects pinned in the host tier, in the order of [`hicache::Part::ALL`].
+    pub pinned: [u64; 2],
     /// What each tier has counted.
     pub counters: [TierCounters; 3],
     /// Motions out of each tier, and the microseconds that they took.
@@ -158,6 +160,7 @@ impl Cache {
         CacheNumbers {
             used: Tier::ALL.map(|tier| self.tiers.used(tier)),
             host_blocks: self.tiers.limits().host_blocks.into(),
+            pinned: self.tiers.pins(),
             counters: Tier::ALL.map(|tier| self.tiers.counters(tier)),
             ..self.numbers
         }
@@ -171,7 +174,8 @@ impl Worker {
         let (Some(cache), Some(seq)) = (&mut self.cache, self.sequences.get_mut(&id)) else {
             return;
         };
-        if cache.tiers.limits().policy == WritePolicy::Back {
+        let waits = cache.tiers.limits().policy == WritePolicy::Back;
+        if waits && seq.keep == CacheKeep::AsUsed {
             return;
         }
         let Some(table) = &seq.table else { return };
@@ -192,6 +196,32 @@ impl Worker {
             cache.want_save(Pending { key, blocks: block + 1, pages });
         }
         self.pump_saves();
+    }
+
+    /// Keeps the prefix that a sequence stands at the end of in host memory, if its request wants
+    /// that, and says so: the blocks, and at the end of the prompt what is needed to go on from
+    /// there.
+    pub(super) fn pin_prefix(&mut self, id: SeqId) -> bool {
+        let (Some(cache), Some(seq)) = (&mut self.cache, self.sequences.get(&id)) else {
+            return false;
+        };
+        let now = cache.now_us();
+        let until = match seq.keep {
+            CacheKeep::AsUsed => return false,
+            CacheKeep::Seconds(seconds) => now.saturating_add(u64::from(seconds) * 1_000_000),
+            CacheKeep::Pinned => u64::MAX,
+        };
+        let count = ((seq.computed / BLOCK_TOKENS) as usize).min(seq.chain.len());
+        let is_last = count >= (seq.prompt_len - 1) / BLOCK_TOKENS as usize;
+        let with_boundary = is_last && needs_boundary(self.config.role);
+        let mut refused = 0;
+        for key in objects_of(&seq.chain, 0, count, with_boundary) {
+            refused += usize::from(!cache.tiers.pin(now, key, until));
+        }
+        if refused > 0 {
+            tracing::debug!(request = seq.name, refused, "no room for more pinned objects");
+        }
+        true
     }
 }
 

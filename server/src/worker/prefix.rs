@@ -326,6 +326,10 @@ impl Worker {
             table.push_window(page);
         }
         self.numbers.reused_tokens += u64::from(seq.cached);
+        if self.pin_prefix(id) {
+            // It may have gone from below meanwhile.
+            self.save_prefix(id, true);
+        }
         Ok(())
     }
 
@@ -346,6 +350,7 @@ impl Worker {
     pub(super) fn keep_blocks(&mut self, id: SeqId) -> Result<(), PoolError> {
         let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };
         self.prefixes.keep(&mut self.pools, seq, false)?;
+        self.pin_prefix(id);
         self.save_prefix(id, false);
         Ok(())
     }
@@ -362,6 +367,9 @@ impl Worker {
             return Ok(());
         }
         let kept = self.prefixes.keep(&mut self.pools, seq, true)?;
+        if !decoding {
+            self.pin_prefix(id);
+        }
         // Of an output the boundary is saved when it has ended.
         self.save_prefix(id, !decoding);
         let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };

@@ -140,6 +140,7 @@ impl Worker {
             prompt: seq.tokens.clone(),
             sampling: seq.sampling.clone(),
             cache_salt: seq.salt.clone(),
+            cache_keep: seq.keep,
         };
         let start = Start {
             attempt,

@@ -2,7 +2,7 @@
 
 use super::PeerKey;
 use super::faults::PeerName;
-use crate::engine::{Event, FailureKind, FinishReason, GenerateRequest, Usage};
+use crate::engine::{CacheKeep, Event, FailureKind, FinishReason, GenerateRequest, Usage};
 use crate::glue::handoff::TagBinding;
 use crate::glue::payload::PrefillRequest;
 use crate::scheduler::SeqId;
@@ -78,6 +78,8 @@ pub(super) struct Sequence {
     pub(super) sampling: SamplingParams,
     /// Whom cached prefixes are shared with, see [`GenerateRequest::cache_salt`].
     pub(super) salt: String,
+    /// How long its prefix is to stay in host memory.
+    pub(super) keep: CacheKeep,
     pub(super) max_tokens: u32,
     pub(super) stop_tokens: Vec<u32>,
     /// Prompt tokens that a cache had, here or at the peer that computed the prompt.
@@ -113,9 +115,9 @@ impl Sequence {
         request: GenerateRequest,
         events: UnboundedSender<Event>,
     ) -> Self {
-        let GenerateRequest { id: name, prompt, max_tokens, stop_tokens, sampling, cache_salt } =
-            request;
-        let request = PrefillRequest { id: name, prompt, sampling, cache_salt };
+        let GenerateRequest { max_tokens, stop_tokens, .. } = request;
+        let GenerateRequest { id: name, prompt, sampling, cache_salt, cache_keep, .. } = request;
+        let request = PrefillRequest { id: name, prompt, sampling, cache_salt, cache_keep };
         let waiting = Self::waiting(id, request, Origin::Client { events });
         Self { max_tokens, stop_tokens, ..waiting }
     }
@@ -145,6 +147,7 @@ impl Sequence {
             owner: Owner::Sequence(id),
             sampling: request.sampling,
             salt: request.cache_salt,
+            keep: request.cache_keep,
             max_tokens: 1,
             stop_tokens: Vec::new(),
             cached: 0,

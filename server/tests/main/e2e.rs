@@ -2,6 +2,8 @@
 
 #[path = "e2e/accounts.rs"]
 mod accounts;
+#[path = "e2e/boundaries.rs"]
+mod boundaries;
 #[path = "e2e/cache.rs"]
 mod cache;
 #[path = "e2e/client.rs"]
@@ -16,6 +18,8 @@ mod damage;
 mod fault_run;
 #[path = "e2e/faulted.rs"]
 mod faulted;
+#[path = "e2e/folder.rs"]
+mod folder;
 #[path = "e2e/found.rs"]
 mod found;
 #[path = "e2e/openai_client.rs"]

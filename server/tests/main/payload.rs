@@ -1,6 +1,7 @@
 //! The payloads of a hand-off from a peer that sends anything.
 
 use dsv4_model::sample::{Sampled, SamplingParams};
+use dsv4_server::engine::CacheKeep;
 use dsv4_server::glue::payload::{FirstToken, PrefillRequest, fuzz_target};
 use pd_transfer::wire::MAX_PAYLOAD_BYTES;
 use std::path::Path;
@@ -18,6 +19,7 @@ fn seeds() -> [Vec<u8>; 3] {
         prompt: vec![1, 2, 3],
         sampling,
         cache_salt: "tenant".to_owned(),
+        cache_keep: CacheKeep::Seconds(300),
     };
     let sampling = SamplingParams {
         logit_bias: vec![(3, -1.0), (4, 2.0)],

@@ -3,11 +3,11 @@
 use super::accounts::assert_all_given_back;
 use super::client::{Metrics, complete, essence, eventually, greedy, healthy, post};
 use super::cluster::{Pair, Server};
+use super::folder::Folder;
 use super::prompts::prompt;
 use futures_util::future::join_all;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
 
 const OUTPUT: u32 = 8;
 const COLD: &str = "--disable-radix-cache";
@@ -45,27 +45,6 @@ fn talk(number: u32, tokens: usize) -> Vec<u32> {
     let mut ids = prompt(2100)[..tokens].to_vec();
     ids[0] ^= number;
     ids
-}
-
-/// A folder that goes with its test.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new() -> Self {
-        static MADE: AtomicU32 = AtomicU32::new(0);
-        let number = MADE.fetch_add(1, Ordering::Relaxed);
-        let name = format!("dsv4-cache-test-{}-{number}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        std::fs::create_dir(&path).expect("make a folder");
-        Self(path)
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        // What is left behind is only in the way of nobody.
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }
 
 fn storage(dir: &Path) -> String {
@@ -286,6 +265,61 @@ async fn prefixes_are_shared_only_with_requests_of_the_same_salt() {
         let reply = post(&format!("{}/v1/completions", both.url), &body).await.expect("an answer");
         assert_eq!(reply.status, 400, "{bad}");
         assert!(reply.text().contains("cache_salt"), "{}", reply.text());
+    }
+}
+
+/// Host memory for a few prompts, and many that come by: what was pinned stays, until its time is
+/// over or the cache is flushed.
+#[tokio::test]
+async fn pinned_prefixes_outlive_others_in_host_memory() {
+    let cold = Server::worker("null", COLD);
+    let (pinned, short) = (talk(100, 1100), talk(101, 600));
+    let (expected, _) = ask(&cold.url, &pinned).await;
+    for (mode, policy) in
+        [("null", "write_through"), ("null", "write_back"), ("both", "write_through_selective")]
+    {
+        let flags = format!("{SMALL} --hicache-size 0.005 --hicache-write-policy {policy}");
+        let warm = Server::worker(mode, &flags);
+        let what = format!("{mode}, {policy}");
+        let url = format!("{}/v1/completions", warm.url);
+        let wish = |ids: &[u32], wish: Value| {
+            let mut body = greedy(ids, OUTPUT);
+            body["cache_control"] = wish;
+            body
+        };
+        post(&url, &wish(&pinned, json!({"ttl": "1h"}))).await.expect("an answer").ok();
+        post(&url, &wish(&short, json!({"ttl": 1}))).await.expect("an answer").ok();
+        for number in 0..7 {
+            complete(&warm.url, &talk(number, 1200), 1).await;
+        }
+        assert_eq!(ask(&warm.url, &pinned).await, (expected.clone(), 1024), "{what}");
+        // It was no longer on the device.
+        let metrics = Metrics::of(&warm.url).await;
+        let tokens = metrics.sum("dsv4:cache_tokens_total", &["host"]);
+        assert!(tokens >= 512.0, "{what}: {tokens} tokens from host memory");
+        eventually("the short pin is over", async || {
+            let metrics = Metrics::of(&warm.url).await;
+            (metrics.sum("dsv4:cache_pinned_objects", &["block"]) == 4.0).then_some(())
+        })
+        .await;
+        post(&format!("{}/flush_cache", warm.url), &Value::Null).await.expect("an answer").ok();
+        eventually("no pin is left", async || {
+            let metrics = Metrics::of(&warm.url).await;
+            (metrics.sum("dsv4:cache_pinned_objects", &[]) == 0.0).then_some(())
+        })
+        .await;
+        assert_eq!(ask(&warm.url, &pinned).await.1, 0, "{what}");
+        // Pins end where others would find no room, and a refused one is an answer as well.
+        for number in 0..4 {
+            let body = wish(&talk(number, 1100), json!({"pin": true}));
+            post(&url, &body).await.expect("an answer").ok();
+        }
+        let metrics = Metrics::of(&warm.url).await;
+        assert!(metrics.sum("dsv4:cache_pins_refused_total", &[]) > 0.0, "{what}");
+        let reply = post(&url, &wish(&short, json!({"ttl": "soon"}))).await.expect("an answer");
+        assert_eq!(reply.status, 400);
+        assert!(reply.text().contains("cache_control.ttl"), "{}", reply.text());
+        assert_all_given_back(&[&warm.url]).await;
     }
 }
 

@@ -4,7 +4,9 @@ use super::cluster::{MODEL, PATIENCE};
 use clap::Parser as _;
 use dsv4_model::sample::SamplingParams;
 use dsv4_server::config::Cli;
-use dsv4_server::engine::{Engine as _, Event, FailureKind, GenerateRequest, Health, Usage};
+use dsv4_server::engine::{
+    CacheKeep, Engine as _, Event, FailureKind, GenerateRequest, Health, Usage,
+};
 use dsv4_server::node::{Node, NodeOptions};
 use std::time::Instant;
 use tokio::time::timeout;
@@ -53,6 +55,7 @@ impl Workers {
             stop_tokens: Vec::new(),
             sampling,
             cache_salt: String::new(),
+            cache_keep: CacheKeep::AsUsed,
         };
         let mut generation = self.node().engine().submit(request).expect("it is accepted");
         let mut answer = Vec::new();
