@@ -166,8 +166,9 @@ pub struct ServeArgs {
     /// Most bytes in that folder for each worker, GiB; the least recently used go first.
     #[arg(long, default_value_t = 16.0, value_parser = positive, value_name = "GIB")]
     pub hicache_storage_size: f64,
-    /// Bucket for prefixes that other servers share, like s3://BUCKET/PREFIX; credentials and
-    /// endpoint come from the AWS_ variables [default: none].
+    /// Bucket for prefixes that other servers share: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or
+    /// az://CONTAINER/PREFIX; credentials and endpoint come from the usual AWS_, GOOGLE_ or AZURE_
+    /// variables [default: none].
     #[arg(long, value_name = "URL")]
     pub hicache_object_store: Option<crate::net::ObjectUrl>,
     /// Memory for pages of each worker, MiB [default: a quarter of the machine's, at most 1024].

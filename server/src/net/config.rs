@@ -1,12 +1,46 @@
 //! Where an object store is, and with which credentials it is asked.
 
-use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey as Key};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey as S3Key};
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::{ClientConfigKey, ClientOptions, Error, ObjectStore, RetryConfig};
 use std::fmt;
 use std::str::FromStr;
 
-/// A bucket and a prefix in it, written `s3://BUCKET/PREFIX`. It has no place for a secret.
+/// Whose interface a store has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Provider {
+    S3,
+    Google,
+    Azure,
+}
+
+impl Provider {
+    const ALL: [Self; 3] = [Self::S3, Self::Google, Self::Azure];
+
+    const fn scheme(self) -> &'static str {
+        match self {
+            Self::S3 => "s3://",
+            Self::Google => "gs://",
+            Self::Azure => "az://",
+        }
+    }
+
+    /// Beginning of the variables that configure a client.
+    const fn variables(self) -> &'static str {
+        match self {
+            Self::S3 => "AWS_",
+            Self::Google => "GOOGLE_",
+            Self::Azure => "AZURE_",
+        }
+    }
+}
+
+/// A bucket and a prefix in it, written `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX` or
+/// `az://CONTAINER/PREFIX`. It has no place for a secret.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ObjectUrl {
+    provider: Provider,
     bucket: String,
     /// Parts of the prefix, none of them empty.
     prefix: Vec<String>,
@@ -14,7 +48,7 @@ pub struct ObjectUrl {
 
 /// Not the address of a bucket. The text is not repeated: it may have a password in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("s3://BUCKET or s3://BUCKET/PREFIX expected: {0}")]
+#[error("s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX expected: {0}")]
 pub struct BadObjectUrl(&'static str);
 
 impl ObjectUrl {
@@ -22,17 +56,24 @@ impl ObjectUrl {
     pub(super) fn prefix(&self) -> &[String] {
         &self.prefix
     }
+
+    /// Beginning of the variables that configure a client.
+    pub(super) const fn variables(&self) -> &'static str {
+        self.provider.variables()
+    }
 }
 
 impl FromStr for ObjectUrl {
     type Err = BadObjectUrl;
 
     fn from_str(text: &str) -> Result<Self, BadObjectUrl> {
-        let rest = text.strip_prefix("s3://").ok_or(BadObjectUrl("another scheme"))?;
+        let provider = Provider::ALL.into_iter().find(|one| text.starts_with(one.scheme()));
+        let provider = provider.ok_or(BadObjectUrl("another scheme"))?;
+        let rest = &text[provider.scheme().len()..];
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
-        let of_bucket = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.".contains(c);
+        let of_bucket = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-._".contains(c);
         if !(3..=63).contains(&bucket.len()) || !bucket.chars().all(of_bucket) {
-            return Err(BadObjectUrl("a bucket has 3 to 63 characters of a-z, 0-9, - and ."));
+            return Err(BadObjectUrl("a bucket has 3 to 63 characters of a-z, 0-9, -, . and _"));
         }
         let parts = prefix.split('/').filter(|part| !part.is_empty());
         let prefix: Vec<String> = parts.map(str::to_owned).collect();
@@ -41,40 +82,106 @@ impl FromStr for ObjectUrl {
         if !prefix.iter().all(is_good) || prefix.iter().map(String::len).sum::<usize>() > 512 {
             return Err(BadObjectUrl("a prefix has a-z, A-Z, 0-9, -, _, =, . and / between"));
         }
-        Ok(Self { bucket: bucket.to_owned(), prefix })
+        Ok(Self { provider, bucket: bucket.to_owned(), prefix })
     }
 }
 
 impl fmt::Display for ObjectUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "s3://{}", self.bucket)?;
+        write!(f, "{}{}", self.provider.scheme(), self.bucket)?;
         self.prefix.iter().try_for_each(|part| write!(f, "/{part}"))
     }
 }
 
-/// A client for a bucket with what the standard variables (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT` and
-/// so on) say, and the secrets among them, which are to be in no message. `instead` has variables
-/// that count instead of those of the environment; a name that is not known is left out, as there.
-pub(super) fn from_environment(
-    url: &ObjectUrl,
-    instead: &[(&str, &str)],
-) -> (AmazonS3Builder, Vec<String>) {
-    let mut builder = AmazonS3Builder::from_env();
-    for (name, value) in instead {
-        if let Ok(key) = name.to_ascii_lowercase().parse() {
-            builder = builder.with_config(key, *value);
+/// How requests are made, whoever answers them.
+#[derive(Clone, Debug)]
+pub(super) struct Manner {
+    /// Limits of a connection.
+    pub(super) options: ClientOptions,
+    /// What is tried again.
+    pub(super) retry: RetryConfig,
+}
+
+/// A client, or why there is none, and the secrets of its configuration, which are to be in no
+/// message.
+pub(super) type Made = (Result<Box<dyn ObjectStore>, Error>, Vec<String>);
+
+/// Whoever writes http means it.
+fn allows_http(endpoint: Option<String>) -> bool {
+    endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"))
+}
+
+/// Makes a client of one provider: its builder's configuration from the environment, then from
+/// `instead`, the bucket, and what depends on them.
+macro_rules! make {
+    ($Builder:ty, $bucket:ident, $url:expr, $instead:expr, $manner:expr, $endpoint:expr,
+     $allow:expr, $secrets:expr, $more:expr) => {{
+        let mut builder = <$Builder>::from_env();
+        for (name, value) in $instead {
+            if let Ok(key) = name.to_ascii_lowercase().parse() {
+                builder = builder.with_config(key, *value);
+            }
         }
+        builder = builder.$bucket(&$url.bucket);
+        let secrets: Vec<String> = $secrets
+            .iter()
+            .filter_map(|key| builder.get_config_value(key))
+            .filter(|secret| !secret.is_empty())
+            .collect();
+        let is_allowed = builder.get_config_value(&$allow).is_some_and(|text| text == "true");
+        let allow = is_allowed || allows_http(builder.get_config_value(&$endpoint));
+        let Manner { options, retry } = $manner;
+        builder = builder.with_client_options(options.with_allow_http(allow)).with_retry(retry);
+        let client = $more(builder).build();
+        (client.map(|client| Box::new(client) as Box<dyn ObjectStore>), secrets)
+    }};
+}
+
+/// Makes a client for a bucket with what the provider's usual variables say (`AWS_`, `GOOGLE_`,
+/// `AZURE_`). `instead` has variables that count instead of those of the environment; a name that is
+/// not known is left out, as there.
+pub(super) fn client(url: &ObjectUrl, instead: &[(&str, &str)], manner: Manner) -> Made {
+    match url.provider {
+        Provider::S3 => make!(
+            AmazonS3Builder,
+            with_bucket_name,
+            url,
+            instead,
+            manner,
+            S3Key::Endpoint,
+            S3Key::Client(ClientConfigKey::AllowHttp),
+            [S3Key::AccessKeyId, S3Key::SecretAccessKey, S3Key::Token],
+            // Not all servers have it, and we remove one at a time.
+            |builder: AmazonS3Builder| builder.with_disable_bulk_delete(true)
+        ),
+        Provider::Google => make!(
+            GoogleCloudStorageBuilder,
+            with_bucket_name,
+            url,
+            instead,
+            manner,
+            GoogleConfigKey::BaseUrl,
+            GoogleConfigKey::Client(ClientConfigKey::AllowHttp),
+            [GoogleConfigKey::ServiceAccountKey],
+            |builder| builder
+        ),
+        Provider::Azure => make!(
+            MicrosoftAzureBuilder,
+            with_container_name,
+            url,
+            instead,
+            manner,
+            AzureConfigKey::Endpoint,
+            AzureConfigKey::Client(ClientConfigKey::AllowHttp),
+            [
+                AzureConfigKey::AccessKey,
+                AzureConfigKey::ClientSecret,
+                AzureConfigKey::SasKey,
+                AzureConfigKey::Token
+            ],
+            |builder| builder
+        ),
     }
-    builder = builder.with_bucket_name(&url.bucket);
-    let endpoint = builder.get_config_value(&Key::Endpoint);
-    if endpoint.is_some_and(|endpoint| endpoint.starts_with("http://")) {
-        // Whoever writes http means it.
-        builder = builder.with_allow_http(true);
-    }
-    let secrets = [Key::AccessKeyId, Key::SecretAccessKey, Key::Token];
-    let secrets = secrets.iter().filter_map(|key| builder.get_config_value(key));
-    let secrets = secrets.filter(|secret| !secret.is_empty()).collect();
-    (builder, secrets)
 }
 
 #[cfg(test)]
@@ -87,13 +194,17 @@ mod tests {
             ("s3://cache", "s3://cache"),
             ("s3://cache/", "s3://cache"),
             ("s3://my.cache-1/a//b_c=1/", "s3://my.cache-1/a/b_c=1"),
+            ("gs://my_cache/a", "gs://my_cache/a"),
+            ("az://cache/a/b", "az://cache/a/b"),
         ] {
             assert_eq!(text.parse::<ObjectUrl>().unwrap().to_string(), says);
         }
         for bad in [
             "",
             "cache",
-            "gs://cache",
+            "gcs://cache",
+            "gs:/cache",
+            "az://",
             "s3://",
             "s3://ab",
             "s3://Cache/x",
@@ -103,7 +214,42 @@ mod tests {
             "s3://cache/ä",
         ] {
             let error = bad.parse::<ObjectUrl>().unwrap_err().to_string();
-            assert!(error.contains("s3://BUCKET") && !error.contains("secret"), "{bad}: {error}");
+            assert!(
+                error.contains("s3://BUCKET/PREFIX") && !error.contains("secret"),
+                "{bad}: {error}"
+            );
         }
+    }
+
+    #[test]
+    fn clients_come_of_the_variables_of_their_provider_and_secrets_are_known() {
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let manner = || Manner { options: ClientOptions::new(), retry: RetryConfig::default() };
+        let key = r#"{"private_key":"hunter2","private_key_id":"a","client_email":"b","disable_oauth":true}"#;
+        for (url, variables, secret) in [
+            (
+                "s3://cache",
+                &[("AWS_ACCESS_KEY_ID", "who"), ("AWS_SECRET_ACCESS_KEY", "hunter2")][..],
+                "hunter2",
+            ),
+            ("gs://cache", &[("GOOGLE_SERVICE_ACCOUNT_KEY", key)], key),
+            (
+                "az://cache",
+                &[
+                    ("AZURE_STORAGE_ACCOUNT_NAME", "who"),
+                    ("AZURE_STORAGE_ACCOUNT_KEY", "aHVudGVyMg=="),
+                ],
+                "aHVudGVyMg==",
+            ),
+        ] {
+            let parsed = url.parse().unwrap();
+            let (made, secrets) = client(&parsed, variables, manner());
+            assert!(made.is_ok(), "{url}: {made:?}");
+            assert!(secrets.iter().any(|other| other == secret), "{url}: {secrets:?}");
+            assert!(variables.iter().all(|(name, _)| name.starts_with(parsed.variables())));
+        }
+        // An account is needed, and nothing can stand for it.
+        let (made, _) = client(&"az://cache".parse().unwrap(), &[], manner());
+        assert!(made.unwrap_err().to_string().contains("Account"));
     }
 }

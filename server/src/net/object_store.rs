@@ -9,7 +9,7 @@
 //! the timeout, repetitions included, so that a dead server fails soon. They must not be made on a
 //! thread of another tokio runtime.
 
-use super::config::{ObjectUrl, from_environment};
+use super::config::{Manner, ObjectUrl, client};
 use futures_util::StreamExt as _;
 use hicache::store::format::OBJECT_ALIGN;
 use hicache::store::{BlobStore, Listed, StoreError};
@@ -55,12 +55,14 @@ pub struct RemoteConfig {
 #[non_exhaustive]
 pub enum RemoteError {
     /// The environment does not make a client.
-    #[error("object store {url}: {reason}: see the AWS_ variables")]
+    #[error("object store {url}: {reason}: see the {variables} variables")]
     Client {
         /// Bucket and prefix.
         url: String,
         /// What is wrong.
         reason: String,
+        /// How the names of those begin that configure it.
+        variables: &'static str,
     },
     /// There can be no thread for it.
     #[error("start the thread of object store {url}: {source}")]
@@ -148,26 +150,21 @@ impl RemoteStore {
         variables: &[(&str, &str)],
     ) -> Result<Self, RemoteError> {
         let RemoteConfig { url, fingerprint, layout, timeout } = config;
-        let (builder, secrets) = from_environment(&url, variables);
         // HTTPS goes through the one implementation of cryptography that is linked; that another
         // part of the program has said so before is as good.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let options = ClientOptions::new().with_timeout(timeout).with_connect_timeout(timeout / 2);
-        let allow_http = builder.get_config_value(&ALLOW_HTTP).is_some_and(|text| text == "true");
         let backoff = BackoffConfig {
             init_backoff: Duration::from_millis(50),
             max_backoff: Duration::from_millis(500),
             base: 2.0,
         };
         let retry = RetryConfig { backoff, max_retries: RETRIES_MAX, retry_timeout: timeout };
-        let builder = builder
-            .with_client_options(options.with_allow_http(allow_http))
-            .with_retry(retry)
-            // Not all servers have it, and we remove one at a time.
-            .with_disable_bulk_delete(true);
-        let client = builder.build().map_err(|error| RemoteError::Client {
+        let (client, secrets) = client(&url, variables, Manner { options, retry });
+        let client = client.map_err(|error| RemoteError::Client {
             url: url.to_string(),
             reason: reason(&error, &secrets),
+            variables: url.variables(),
         })?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -178,7 +175,7 @@ impl RemoteStore {
         let fingerprint = hex(&fingerprint.0);
         let root = Path::from_iter(url.prefix().iter().map(String::as_str).chain([&*fingerprint]));
         Ok(Self {
-            client: Box::new(client),
+            client,
             runtime: Some(runtime),
             url,
             root,
@@ -399,9 +396,6 @@ impl BlobStore for RemoteStore {
         Ok(())
     }
 }
-
-const ALLOW_HTTP: object_store::aws::AmazonS3ConfigKey =
-    object_store::aws::AmazonS3ConfigKey::Client(object_store::ClientConfigKey::AllowHttp);
 
 /// An error and its first cause, without what a server repeats of a request and without secrets.
 fn reason(error: &Error, secrets: &[String]) -> String {

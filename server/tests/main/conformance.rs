@@ -22,11 +22,25 @@ fn open(moto: &Moto, config: RemoteConfig) -> RemoteStore {
     RemoteStore::with_variables(config, &variables).expect("a client")
 }
 
+/// With the tests' server, or a store of your own: `DSV4_OBJECT_STORE` has its address, and the usual
+/// variables say how to reach it.
 #[test]
 fn remote_store_does_what_a_store_does() {
+    if let Ok(store) = std::env::var("DSV4_OBJECT_STORE") {
+        let now = std::time::UNIX_EPOCH.elapsed().expect("a clock").as_nanos();
+        return conforms(|prefix| {
+            let url = format!("{store}/{now}-{prefix}").parse().expect("a good address");
+            let config = RemoteConfig { url, ..config(prefix, "layout", TIMEOUT) };
+            RemoteStore::new(config).expect("a client")
+        });
+    }
     let Some(moto) = Moto::start() else { return };
+    conforms(|prefix| open(&moto, config(prefix, "layout", TIMEOUT)));
+}
+
+fn conforms(open: impl Fn(&str) -> RemoteStore) {
     let made = Cell::new(0);
-    let again = || open(&moto, config(&format!("fresh-{}", made.get()), "layout", TIMEOUT));
+    let again = || open(&format!("fresh-{}", made.get()));
     let fresh = || {
         made.set(made.get() + 1);
         Box::new(again()) as Box<dyn BlobStore>
