@@ -52,7 +52,8 @@ pub(crate) fn measure(options: &Options, report: &mut Report) -> Outcome<()> {
     println!("restore: direct {direct:.2} GB/s, buffered {buffered:.2} GB/s");
     report.say("disk_restore.direct.gb_s", direct, "GB/s");
     report.say("disk_restore.buffered.gb_s", buffered, "GB/s");
-    report.say("disk_restore.gb_s", direct.max(buffered), "GB/s");
+    // The way that the server takes for objects of this size.
+    report.say("disk_restore.gb_s", direct, "GB/s");
     report.say("disk_read.gb_s", plain_direct.max(plain_buffered), "GB/s");
     report.say_ratio("disk_restore.share_of_read", "disk_restore.gb_s", "disk_read.gb_s");
     report.say("disk_restore.direct_vs_buffered", direct / buffered, "ratio");

@@ -19,7 +19,10 @@ use std::time::Duration;
 const GIB: f64 = (1_u64 << 30) as f64;
 /// Threads, and so motions at a time, of a store in a folder.
 const STORE_THREADS: usize = 2;
-/// The same of a store behind a network.
+/// From which size of objects on a store is read and written around the page cache: what is read
+/// comes into the host tier anyway, and large reads are faster so. Small ones are not.
+const DIRECT_MIN: u64 = 512 << 10;
+/// Threads of a store behind a network.
 const REMOTE_THREADS: usize = 4;
 /// Objects that are looked for there at a time without being known.
 const PROBES_MAX: usize = 256;
@@ -89,11 +92,13 @@ fn open_store(
     role: Role,
     fingerprint: Fingerprint,
     layout: &str,
+    plan: &HostPlan,
 ) -> anyhow::Result<Option<Arc<FileStore>>> {
     let Some(dir) = &args.hicache_storage_dir else { return Ok(None) };
     // Workers that compute keep boundaries too; a decode worker only blocks.
     let dir = dir.join(if role == Role::Decode { "decode" } else { "prefill" });
-    let config = FileStoreConfig { dir, fingerprint, layout: layout.to_owned(), direct: false };
+    let direct = plan.object_bytes.iter().all(|bytes| *bytes >= DIRECT_MIN);
+    let config = FileStoreConfig { dir, fingerprint, layout: layout.to_owned(), direct };
     let store =
         FileStore::open(config).context("open the cache's store (--hicache-storage-dir)")?;
     for other in store.others() {
@@ -137,7 +142,7 @@ pub(super) fn parts(
     let geometry = pools.geometry();
     let Some(plan) = host_plan(args, geometry, counts)? else { return Ok(None) };
     host_room(plan.bytes())?;
-    let disk = open_store(args, role, fingerprint, layout)?;
+    let disk = open_store(args, role, fingerprint, layout, &plan)?;
     let remote = remote_store(args, fingerprint, layout)?;
     let limits = Limits {
         host_blocks: plan.slots[0],
