@@ -341,9 +341,9 @@ impl Tiers {
     fn written(&mut self, store: Store, key: ObjectKey, slot: Slot, outcome: Outcome) {
         self.host.end_use(slot);
         let good = outcome == Outcome::Done;
-        if let Some(index) = &mut self.stores[store as usize] {
-            index.end_write(&key, good);
-        }
+        let index = self.stores[store as usize].as_mut();
+        let going = index.map_or(Going::Nothing, |index| index.end_write(&key, good));
+        self.go(store, going);
         if good {
             self.worked(store);
             self.probes[store as usize].note_written(&key);
@@ -500,6 +500,25 @@ impl Tiers {
     pub fn flush_host(&mut self) {
         self.pins.clear();
         self.host.clear();
+    }
+
+    /// Sees to it that nothing a store holds now, or is about to hold, is found afterwards, but for
+    /// what is in no motion: that is for [`Tiers::evict`], as many at a time as the caller likes.
+    /// What is offered later is stored as always.
+    pub fn want_empty(&mut self, store: Store) {
+        while !self.writes[store as usize].is_empty() {
+            self.pop_write(store);
+        }
+        if let Some(index) = &mut self.stores[store as usize] {
+            index.want_empty();
+        }
+        self.pump();
+    }
+
+    /// Whether a store is left alone for a while because it failed.
+    #[must_use]
+    pub fn is_paused(&self, store: Store) -> bool {
+        self.stores[store as usize].as_ref().is_some_and(Index::is_paused)
     }
 
     /// Removes up to `count` objects of a store that are in no motion, least recently used first;

@@ -180,7 +180,7 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
         .route("/health", get(info::health))
         .route("/metrics", get(info::metrics))
         .route("/stats.json", get(info::stats))
-        .route("/flush_cache", get(info::flush_cache).post(info::flush_cache))
+        .route("/flush_cache", post(info::flush_cache))
         .route("/v1/models", get(info::models))
         .route("/v1/models/{id}", get(info::model))
         .route("/v1/chat/completions", post(chat::chat_completions))

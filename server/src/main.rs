@@ -14,7 +14,10 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
-use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::Layer as _;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 fn main() -> ExitCode {
     abort_on_panic();
@@ -74,11 +77,12 @@ fn say(line: &str) {
 
 fn init_log(level: LevelFilter) {
     let ansi = std::io::stderr().is_terminal();
-    tracing_subscriber::fmt()
-        .with_max_level(level)
-        .with_ansi(ansi)
-        .with_writer(std::io::stderr)
-        .init();
+    // It tells of each repetition; what came of them in the end is told by us.
+    let filter = Targets::new()
+        .with_default(level)
+        .with_target("object_store", level.min(LevelFilter::WARN));
+    let lines = tracing_subscriber::fmt::layer().with_ansi(ansi).with_writer(std::io::stderr);
+    tracing_subscriber::registry().with(lines.with_filter(filter)).init();
 }
 
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {

@@ -5,6 +5,7 @@ pub mod cache;
 pub mod faults;
 mod pages;
 mod prefix;
+mod probe;
 mod pull;
 mod push;
 mod sequence;
@@ -404,7 +405,7 @@ impl Worker {
     /// Starts an admitted sequence: with what the cache has of its prompt below the device, then
     /// with its prompt, there where that is computed.
     fn start(&mut self, id: SeqId) {
-        if self.fetch_prefix(id) {
+        if self.await_probes(id) || self.fetch_prefix(id) {
             return;
         }
         let Some(seq) = self.sequences.get(&id) else { return };
@@ -456,6 +457,12 @@ impl Worker {
                 seq.state = State::Unwinding { recompute: false };
                 self.scheduler.park(id);
                 self.command(attempt, |driver| driver.cancel(attempt));
+            }
+            State::Probing => {
+                if let Some(cache) = &mut self.cache {
+                    cache.probing.remove(id);
+                }
+                self.drop_sequence(id);
             }
             State::Loading { fetch } => self.cancel_loading(fetch),
             State::Unwinding { .. } => seq.state = State::Unwinding { recompute: false },

@@ -111,7 +111,7 @@ pub struct PruneSummary {
     pub removed_objects: u64,
     /// Bytes of the objects removed.
     pub removed_bytes: u64,
-    /// Objects left, of the stores that were looked at.
+    /// Objects left.
     pub kept_objects: u64,
     /// Bytes of the objects left.
     pub kept_bytes: u64,
@@ -289,6 +289,9 @@ pub fn prune(
         let is_other = config.other_layouts_than.is_some_and(|ours| ours != fingerprint);
         if is_other || !work.is_only_about_others() {
             stores.push((folder::lock(&store)?, store, fingerprint, is_other));
+        } else {
+            // Perhaps a process has it: it is only counted.
+            work.count_kept(&store)?;
         }
     }
     for (_, store, fingerprint, is_other) in &stores {
@@ -317,6 +320,17 @@ impl Pruning<'_> {
         let PruneConfig { max_bytes, older_than, damaged, other_layouts_than, dry_run: _ } =
             self.config;
         other_layouts_than.is_some() && max_bytes.is_none() && older_than.is_none() && !damaged
+    }
+
+    /// Counts the objects of a store that stays as it is.
+    fn count_kept(&mut self, store: &Path) -> Result<(), StoreError> {
+        folder::scan(store, &mut |found| {
+            if let What::Object(_) | What::Misfit(_) = found.what {
+                self.summary.kept_objects += 1;
+                self.summary.kept_bytes += found.bytes;
+            }
+            Ok(())
+        })
     }
 
     /// Removes what is too old, damaged or unfinished, and notes the rest.

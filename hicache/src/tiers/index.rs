@@ -11,6 +11,8 @@ use kv_pool::EvictionOrder;
 enum State {
     /// Being written; not to be found yet.
     Writing,
+    /// Being written, and to be removed when that has ended.
+    Unwanted,
     /// There.
     Present,
     /// Not to be found any more; to be removed when the last read has ended.
@@ -244,15 +246,34 @@ impl Index {
         self.writing += 1;
     }
 
-    pub(super) fn end_write(&mut self, key: &ObjectKey, good: bool) {
+    /// A write has ended; `good` if the object is in the store now.
+    pub(super) fn end_write(&mut self, key: &ObjectKey, good: bool) -> Going {
         self.writing -= 1;
         let (id, entry) = self.find(key).expect("it stays while it is written");
-        assert_eq!(entry.state, State::Writing, "{key} was written before");
-        if good {
-            self.set(id, State::Present);
-            self.idle.insert(id.into());
-        } else {
-            self.forget(id);
+        match entry.state {
+            _ if !good => self.forget(id),
+            State::Unwanted => return self.let_go(id),
+            State::Writing => {
+                self.set(id, State::Present);
+                self.idle.insert(id.into());
+            }
+            State::Present | State::Doomed | State::Removing | State::Stuck => {
+                panic!("{key} was written before")
+            }
+        }
+        Going::Nothing
+    }
+
+    /// Nothing of what is being written or read now is to be found afterwards. What is idle is for
+    /// [`Index::pop_idle`].
+    pub(super) fn want_empty(&mut self) {
+        for id in self.ids.values() {
+            let entry = &mut self.entries[*id as usize];
+            entry.state = match entry.state {
+                State::Writing => State::Unwanted,
+                State::Present if entry.reads > 0 => State::Doomed,
+                state => state,
+            };
         }
     }
 

@@ -62,6 +62,12 @@ impl Tiers {
         self.pump();
     }
 
+    /// Whether an object is still being looked for.
+    #[must_use]
+    pub fn is_probed(&self, key: &ObjectKey) -> bool {
+        self.probes.iter().any(|probes| probes.all.contains(key))
+    }
+
     /// Probes that wait or are under way.
     #[must_use]
     pub fn probes(&self) -> usize {

@@ -246,6 +246,40 @@ pub struct Limits {
     pub failures_max: u32,
 }
 
+impl Limits {
+    /// A host tier of so many slots for each part, and nothing below it; objects of these lengths.
+    /// The other limits are small: what is to be larger is set beside it.
+    ///
+    /// ```
+    /// use hicache::tiers::{Limits, StoreLimits};
+    /// let disk = StoreLimits {
+    ///     bytes_max: Some(1 << 30), objects_max: 1 << 20, motions_max: 2, owned: true,
+    /// };
+    /// let limits = Limits { disk: Some(disk), ..Limits::host([64, 16], [86_016, 589_824]) };
+    /// assert_eq!(limits.host_blocks, 64);
+    /// ```
+    #[must_use]
+    pub const fn host(slots: [u32; 2], object_bytes: [u64; 2]) -> Self {
+        Self {
+            host_blocks: slots[0],
+            host_boundaries: slots[1],
+            object_bytes,
+            disk: None,
+            remote: None,
+            policy: WritePolicy::Through,
+            saves_max: 4,
+            fetches_max: 64,
+            fetch_objects_max: 4096,
+            prefetch_max: 4096,
+            writes_max: 4096,
+            probes_max: 256,
+            pins_max: [slots[0] / 2, slots[1] / 2],
+            pause_us: 10_000_000,
+            failures_max: 3,
+        }
+    }
+}
+
 /// Counted since start, per tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TierCounters {

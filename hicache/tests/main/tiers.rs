@@ -253,6 +253,22 @@ impl World {
         }
     }
 
+    /// What is on the disk, or on its way there, is not found any more.
+    fn empty_disk(&mut self) {
+        if self.limits.disk.is_none() {
+            return;
+        }
+        self.tiers.want_empty(Store::Disk);
+        while self.tiers.evict(Store::Disk, 3) > 0 {}
+        for chain in self.chains.clone().iter().flatten() {
+            for part in Part::ALL {
+                let key = ObjectKey { chain: *chain, part };
+                assert_ne!(self.tiers.holds(&key), Some(Tier::Disk), "{key} was to go");
+            }
+        }
+        self.count("emptied");
+    }
+
     fn pin(&mut self) {
         let key = self.any_key();
         let until = self.now + self.random.below(1000) as u64;
@@ -500,6 +516,7 @@ impl World {
                 let count = self.random.below(3);
                 self.tiers.evict(Store::Disk, count);
             }
+            12 if self.random.one_in(60) => self.empty_disk(),
             13 if self.faults && self.random.one_in(4) => self.damage(),
             14 if self.faults && self.random.one_in(60) => self.stores_down = !self.stores_down,
             15 if self.random.one_in(8) => {
@@ -585,6 +602,7 @@ fn random_traffic_with_faults_keeps_every_promise() {
         "full",
         "pinned",
         "pin refused",
+        "emptied",
     ] {
         assert!(seen.get(what).copied().unwrap_or(0) > 100, "hardly ever: {what}; {seen:?}");
     }
@@ -762,6 +780,30 @@ fn what_waits_to_be_written_is_not_driven_out() {
     tiers.flush_host();
     let stored = (0..4).filter(|number| tiers.holds(&key_of(*number)) == Some(Tier::Disk));
     assert_eq!(stored.collect::<Vec<_>>(), [0, 1]);
+}
+
+/// Whatever was under way when a store was emptied is not there afterwards.
+#[test]
+fn emptied_store_keeps_nothing_of_what_was_under_way() {
+    let mut tiers = full_tiers();
+    let [(first, Move::Write { key, .. })] = begun(&mut tiers)[..] else {
+        panic!("one is written")
+    };
+    tiers.flush_host();
+    tiers.want_empty(Store::Disk);
+    assert_eq!((tiers.evict(Store::Disk, 9), tiers.backlog()), (0, [0, 0, 0]));
+    tiers.handle_done(1, first, Outcome::Done).expect("under way");
+    let [(gone, what)] = begun(&mut tiers)[..] else { panic!("it is removed") };
+    assert_eq!((what, tiers.holds(&key)), (Move::Remove { store: Store::Disk, key }, None));
+    tiers.handle_done(2, gone, Outcome::Done).expect("under way");
+    assert_eq!(tiers.used(Tier::Disk).map(|used| used.objects), Some([0, 0]));
+    // What comes later is stored as always.
+    let (save, _) = tiers.offer(3, key).expect("a slot");
+    tiers.handle_done(3, save, Outcome::Done).expect("under way");
+    let [(write, Move::Write { .. })] = begun(&mut tiers)[..] else { panic!("it is written") };
+    tiers.handle_done(4, write, Outcome::Done).expect("under way");
+    tiers.flush_host();
+    assert_eq!(tiers.holds(&key), Some(Tier::Disk));
 }
 
 /// A disk that others fill has less room than the tier may take: it goes on with what there is.

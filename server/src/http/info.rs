@@ -44,16 +44,23 @@ fn model_json(name: &str, info: &EngineInfo) -> Value {
     })
 }
 
-/// `/flush_cache`, as SGLang has it: forgets what is kept for later prompts, with `?storage=true` in
+/// `POST /flush_cache`, as SGLang has it: forgets what is kept for later prompts, with `?storage=true` in
 /// the disk store too. Running requests go on.
 pub(super) async fn flush_cache(
     State(state): State<Arc<AppState>>,
     query: Result<Query<FlushQuery>, QueryRejection>,
 ) -> Result<Json<Value>, ApiError> {
-    let Query(FlushQuery { storage }) = query
-        .map_err(|_| ApiError::invalid("storage", "storage is true or false, nothing else"))?;
+    let Query(FlushQuery { storage }) = query.map_err(|_| {
+        ApiError::invalid("storage", "storage is true or false, and there is nothing else")
+    })?;
     let flushed = state.engine.flush_cache(storage).await;
-    tracing::info!(?flushed, storage, "the cache was flushed");
+    tracing::info!(
+        device_blocks = flushed.blocks,
+        host_objects = flushed.host_objects,
+        disk_objects = flushed.stored_objects,
+        storage,
+        "the cache was flushed"
+    );
     Ok(Json(json!({
         "device_blocks": flushed.blocks,
         "device_boundaries": flushed.boundaries,
@@ -64,6 +71,7 @@ pub(super) async fn flush_cache(
 
 /// What may be asked of `/flush_cache`.
 #[derive(Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct FlushQuery {
     #[serde(default)]
     storage: bool,

@@ -1,5 +1,6 @@
 //! Where an object store is, and with which credentials it is asked.
 
+use axum::http::Uri;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey as S3Key};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
@@ -106,9 +107,23 @@ pub(super) struct Manner {
 /// message.
 pub(super) type Made = (Result<Box<dyn ObjectStore>, Error>, Vec<String>);
 
-/// Whoever writes http means it.
-fn allows_http(endpoint: Option<String>) -> bool {
-    endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"))
+/// Whether an endpoint says http: whoever writes that means it.
+///
+/// # Errors
+///
+/// For what is no address of a server; the crate would panic when it is used first.
+fn allows_http(endpoint: Option<String>) -> Result<bool, Error> {
+    let Some(endpoint) = endpoint else { return Ok(false) };
+    let found = endpoint.parse::<Uri>().ok();
+    let scheme = found.as_ref().filter(|uri| uri.host().is_some()).and_then(Uri::scheme_str);
+    match scheme {
+        Some("http") => Ok(true),
+        Some("https") => Ok(false),
+        _ => Err(Error::Generic {
+            store: "object store",
+            source: "the endpoint is not like http://HOST:PORT or https://HOST".into(),
+        }),
+    }
 }
 
 /// Makes a client of one provider: its builder's configuration from the environment, then from
@@ -126,14 +141,16 @@ macro_rules! make {
         let secrets: Vec<String> = $secrets
             .iter()
             .filter_map(|key| builder.get_config_value(key))
-            .filter(|secret| !secret.is_empty())
+            // What is shorter is no secret, and would hide parts of words.
+            .filter(|secret| secret.len() >= 4)
             .collect();
         let is_allowed = builder.get_config_value(&$allow).is_some_and(|text| text == "true");
-        let allow = is_allowed || allows_http(builder.get_config_value(&$endpoint));
         let Manner { options, retry } = $manner;
-        builder = builder.with_client_options(options.with_allow_http(allow)).with_retry(retry);
-        let client = $more(builder).build();
-        (client.map(|client| Box::new(client) as Box<dyn ObjectStore>), secrets)
+        let made = allows_http(builder.get_config_value(&$endpoint)).and_then(|says_http| {
+            let options = options.with_allow_http(is_allowed || says_http);
+            $more(builder.with_client_options(options).with_retry(retry)).build()
+        });
+        (made.map(|client| Box::new(client) as Box<dyn ObjectStore>), secrets)
     }};
 }
 
@@ -247,6 +264,11 @@ mod tests {
             assert!(made.is_ok(), "{url}: {made:?}");
             assert!(secrets.iter().any(|other| other == secret), "{url}: {secrets:?}");
             assert!(variables.iter().all(|(name, _)| name.starts_with(parsed.variables())));
+        }
+        for endpoint in ["", "127.0.0.1:9000", "http://", "ftp://host", "not an address"] {
+            let variables = [("AWS_ENDPOINT", endpoint), ("AWS_ACCESS_KEY_ID", "who")];
+            let (made, _) = client(&"s3://cache".parse().unwrap(), &variables, manner());
+            assert!(made.unwrap_err().to_string().contains("http://HOST:PORT"), "{endpoint}");
         }
         // An account is needed, and nothing can stand for it.
         let (made, _) = client(&"az://cache".parse().unwrap(), &[], manner());

@@ -210,12 +210,20 @@ impl RemoteStore {
             reason,
         };
         let found = self.ask(self.layout_there(&path));
-        let theirs = match found.map_err(|reason| unreachable("read", reason))? {
+        let theirs = match found.map_err(|reason| unreachable("read", self.hint(reason)))? {
             Some(theirs) => theirs,
             None => {
                 let payload = PutPayload::from(self.layout.clone());
-                let put = self.ask(async { self.client.put(&path, payload).await.map(drop) });
-                put.map_err(|reason| unreachable("write", reason))?;
+                let put = self.ask(async {
+                    match self.client.put(&path, payload).await {
+                        Err(Error::NotFound { .. }) => Err(Error::Generic {
+                            store: "object store",
+                            source: "there is no such bucket".into(),
+                        }),
+                        put => put.map(drop),
+                    }
+                });
+                put.map_err(|reason| unreachable("write", self.hint(reason)))?;
                 self.layout.clone()
             }
         };
@@ -226,6 +234,15 @@ impl RemoteStore {
         }
         self.is_claimed.store(true, Ordering::Release);
         Ok(())
+    }
+
+    /// Says what may be behind an error of a store that was never reached.
+    fn hint(&self, reason: String) -> String {
+        if self.secrets.is_empty() {
+            let variables = self.url.variables();
+            return format!("{reason}; no credentials are set, see the {variables} variables");
+        }
+        reason
     }
 
     /// The text of the layout object, as much of it as counts; none if there is no such object.

@@ -123,7 +123,10 @@ fn remote_store(
     let store = RemoteStore::new(config).context(OBJECT_STORE)?;
     match store.claim() {
         Err(error @ RemoteError::Unreachable { .. }) => {
-            tracing::warn!(%error, "the cache's object store does not answer");
+            tracing::warn!(
+                %error,
+                "the cache's object store cannot be used now; it is tried again and again"
+            );
         }
         result => result.context(OBJECT_STORE)?,
     }
@@ -233,6 +236,7 @@ fn adopt_remote(tiers: &mut Tiers, store: &RemoteStore, plan: &HostPlan) {
             %error, objects,
             "not all of the cache's object store is known; it goes on with what is"
         );
+        return;
     }
     tracing::info!(store = %store.url(), objects, strange, "the cache's object store is in use");
 }

@@ -7,7 +7,7 @@ use crate::glue::pools::POOLS;
 use crate::worker::cache::CacheNumbers;
 use crate::worker::{PoolNumbers, Snapshot};
 use hicache::Part;
-use hicache::tiers::{Tier, TierUse};
+use hicache::tiers::{Tier, TierCounters, TierUse};
 use kv_pool::{BLOCK_TOKENS, PoolKind};
 
 /// A worker as the page shows it.
@@ -123,6 +123,20 @@ fn cache_metrics(worker: &WorkerHandle, cache: &CacheNumbers, all: &mut Vec<Metr
         for (name, kind, value, help) in tier_numbers(cache, n, &used) {
             add(of(worker, name, kind, value, help));
         }
+        if used.bytes_max > 0 {
+            let help = "Most bytes of objects in a tier";
+            add(of(worker, "dsv4:cache_bytes_max", Gauge, used.bytes_max, help));
+        }
+        if tier != Tier::Host {
+            let help = "1 while a tier is left alone because it failed three times in a row";
+            let is_paused = u64::from(cache.paused[n - 1]);
+            add(of(worker, "dsv4:cache_paused", Gauge, is_paused, help));
+        }
+        if tier == Tier::Remote {
+            for (name, value, help) in probe_numbers(&cache.counters[n]) {
+                add(of(worker, name, Counter, value, help));
+            }
+        }
         let help = "Time that objects took on their way up from a tier";
         let mut climbing = of(worker, "dsv4:cache_climb_seconds_total", Counter, 0, help);
         climbing.value = cache.climbs[n].1 as f64 / 1e6;
@@ -156,12 +170,23 @@ fn cache_metrics(worker: &WorkerHandle, cache: &CacheNumbers, all: &mut Vec<Metr
     all.push(of(worker, name, Counter, cache.saves_late, help));
 }
 
-fn tier_numbers(cache: &CacheNumbers, n: usize, used: &TierUse) -> [Plain; 17] {
+fn probe_numbers(c: &TierCounters) -> [(&'static str, u64, &'static str); 3] {
+    [
+        ("dsv4:cache_probes_total", c.probes, "Objects looked for in a tier without being known"),
+        ("dsv4:cache_probes_found_total", c.probes_found, "Objects looked for and found"),
+        (
+            "dsv4:cache_probes_dropped_total",
+            c.probes_dropped,
+            "Objects not looked for: too many at a time, or the tier was left alone",
+        ),
+    ]
+}
+
+fn tier_numbers(cache: &CacheNumbers, n: usize, used: &TierUse) -> [Plain; 13] {
     let c = &cache.counters[n];
     let counter = |name, value, help| (name, Counter, value, help);
     [
         ("dsv4:cache_bytes", Gauge, used.bytes, "Bytes in a tier"),
-        ("dsv4:cache_bytes_max", Gauge, used.bytes_max, "Most bytes of a tier"),
         counter("dsv4:cache_tokens_total", cache.tokens[n], "Prompt tokens that came from a tier"),
         counter("dsv4:cache_hits_total", c.hits, "Objects that climbed from a tier, verified"),
         counter("dsv4:cache_hit_bytes_total", c.hit_bytes, "Bytes that climbed from a tier"),
@@ -176,11 +201,12 @@ fn tier_numbers(cache: &CacheNumbers, n: usize, used: &TierUse) -> [Plain; 17] {
         ),
         counter("dsv4:cache_mismatches_total", c.mismatches, "Objects that failed verification"),
         counter("dsv4:cache_missing_total", c.missing, "Objects that were not there any more"),
-        counter("dsv4:cache_failures_total", c.failures, "Motions that failed otherwise"),
+        counter(
+            "dsv4:cache_failures_total",
+            c.failures,
+            "Reads, writes and removals that a tier could not do",
+        ),
         counter("dsv4:cache_pauses_total", c.pauses, "Times that a tier was left alone"),
-        counter("dsv4:cache_probes_total", c.probes, "Unknown objects looked for in a tier"),
-        counter("dsv4:cache_probes_found_total", c.probes_found, "Those that were there"),
-        counter("dsv4:cache_probes_dropped_total", c.probes_dropped, "Those not looked for"),
     ]
 }
 

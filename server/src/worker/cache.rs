@@ -4,6 +4,7 @@
 //! A prefix that comes back goes into the device's prefix tree; its sequence then finds it there
 //! like any other. So there is one way to go on from a prefix, wherever it was.
 
+use super::probe::{PROBES_OF_PROMPT, Probing};
 use super::sequence::State;
 use super::{Role, Worker};
 use crate::clock::Clock;
@@ -23,8 +24,6 @@ use std::time::Duration;
 
 /// Times that a sequence's prefix is looked for below the device: each miss takes away an object.
 const FETCHES_MAX: u32 = 3;
-/// Objects of one prompt that are looked for where others write too.
-const PROBES_OF_PROMPT: usize = 64;
 /// Objects that are being saved at a time: their pages are kept from others meanwhile.
 pub const SAVES_MAX: usize = 4;
 /// How long a fetch may take: this, and so much more per 1,024 tokens.
@@ -57,6 +56,8 @@ pub struct CacheNumbers {
     pub host_blocks: u64,
     /// Objects pinned in the host tier, in the order of [`hicache::Part::ALL`].
     pub pinned: [u64; 2],
+    /// Whether each store is left alone for a while, in the order of [`Store::ALL`].
+    pub paused: [bool; 2],
     /// What each tier has counted.
     pub counters: [TierCounters; 3],
     /// Motions out of each tier, and the microseconds that they took.
@@ -109,7 +110,7 @@ struct Pending {
 /// The tiers of a worker and what binds them to its pools.
 #[derive(Debug)]
 pub(super) struct Cache {
-    tiers: Tiers,
+    pub(super) tiers: Tiers,
     host: HostMemory,
     mover: Mover,
     clock: Clock,
@@ -118,6 +119,7 @@ pub(super) struct Cache {
     pending_max: usize,
     loading: BTreeMap<FetchId, Loading>,
     next_fetch: u64,
+    pub(super) probing: Probing,
     /// The stores are to be emptied.
     emptying: bool,
     numbers: CacheNumbers,
@@ -136,18 +138,19 @@ impl Cache {
             pending_max,
             loading: BTreeMap::new(),
             next_fetch: 0,
+            probing: Probing::default(),
             emptying: false,
             numbers: CacheNumbers::default(),
         }
     }
 
-    fn now_us(&self) -> u64 {
+    pub(super) fn now_us(&self) -> u64 {
         self.clock.elapsed().as_micros().try_into().unwrap_or(u64::MAX)
     }
 
     /// How long until something is due.
     pub(super) fn pause(&self) -> Option<Duration> {
-        let due = self.tiers.poll_timeout()?;
+        let due = self.tiers.poll_timeout().into_iter().chain(self.probing.due()).min()?;
         Some(Duration::from_micros(due.saturating_sub(self.now_us())))
     }
 
@@ -161,6 +164,7 @@ impl Cache {
             used: Tier::ALL.map(|tier| self.tiers.used(tier)),
             host_blocks: self.tiers.limits().host_blocks.into(),
             pinned: self.tiers.pins(),
+            paused: Store::ALL.map(|store| self.tiers.is_paused(store)),
             counters: Tier::ALL.map(|tier| self.tiers.counters(tier)),
             ..self.numbers
         }
@@ -199,15 +203,12 @@ impl Worker {
     }
 
     /// Keeps the prefix that a sequence stands at the end of in host memory, if its request wants
-    /// that, and says so: the blocks, and at the end of the prompt what is needed to go on from
-    /// there.
-    pub(super) fn pin_prefix(&mut self, id: SeqId) -> bool {
-        let (Some(cache), Some(seq)) = (&mut self.cache, self.sequences.get(&id)) else {
-            return false;
-        };
+    /// that: the blocks, and at the end of the prompt what is needed to go on from there.
+    pub(super) fn pin_prefix(&mut self, id: SeqId) {
+        let (Some(cache), Some(seq)) = (&mut self.cache, self.sequences.get(&id)) else { return };
         let now = cache.now_us();
         let until = match seq.keep {
-            CacheKeep::AsUsed => return false,
+            CacheKeep::AsUsed => return,
             CacheKeep::Seconds(seconds) => now.saturating_add(u64::from(seconds) * 1_000_000),
             CacheKeep::Pinned => u64::MAX,
         };
@@ -221,7 +222,6 @@ impl Worker {
         if refused > 0 {
             tracing::debug!(request = seq.name, refused, "no room for more pinned objects");
         }
-        true
     }
 }
 
@@ -302,18 +302,28 @@ impl Worker {
             }
         }
         self.act_cache();
-        if let Move::Load { fetch, .. } = what {
-            self.end_loading(fetch);
+        match what {
+            Move::Load { fetch, .. } => self.end_loading(fetch),
+            Move::Probe { .. } => self.end_probing(),
+            _ => {}
         }
         self.empty_stores();
         self.pump_saves();
     }
 
-    /// Saves what would go first from the device, for the policy that saves then. What goes sooner
-    /// than it could be saved is lost to the tiers below: nobody waits for a copy.
+    /// Saves what would go first from the device, for the policy that saves then: when an eighth of
+    /// its pages is left, or too few for what is looked at. What goes sooner than it could be saved
+    /// is lost to the tiers below: nobody waits for a copy.
     fn save_coldest(&mut self) {
         let Some(cache) = &mut self.cache else { return };
         if cache.tiers.limits().policy != WritePolicy::Back || !cache.pending.is_empty() {
+            return;
+        }
+        let is_short = |kind| {
+            let counts = self.pools.pages(kind).counts();
+            counts.free < (counts.total / 8).max(COLDEST as u32)
+        };
+        if ![PoolKind::Block, PoolKind::Carry].into_iter().any(is_short) {
             return;
         }
         for (chain, blocks, page, boundary) in self.prefixes.coldest(COLDEST) {
@@ -346,6 +356,7 @@ impl Worker {
             flushed.host_objects = sum(Tier::Host);
             if stores {
                 flushed.stored_objects = sum(Tier::Disk);
+                cache.tiers.want_empty(Store::Disk);
                 cache.emptying = true;
             }
             cache.tiers.flush_host();
@@ -371,6 +382,7 @@ impl Worker {
         if cache.pause().is_some_and(|pause| pause.is_zero()) {
             cache.tiers.handle_timeout(cache.now_us());
             self.act_cache();
+            self.end_probing();
         }
     }
 
@@ -427,9 +439,6 @@ impl Worker {
 
     /// Starts to bring what a waiting prompt will want into host memory, and to look for more of it
     /// where others write too.
-    ///
-    /// Nobody waits for what is looked for: it is of use to this prompt if it is found while that
-    /// waits in the queue, and to later ones in any case.
     pub(super) fn prefetch(&mut self, id: SeqId) {
         let (Some(cache), Some(seq)) = (&mut self.cache, self.sequences.get_mut(&id)) else {
             return;

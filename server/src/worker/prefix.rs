@@ -326,10 +326,9 @@ impl Worker {
             table.push_window(page);
         }
         self.numbers.reused_tokens += u64::from(seq.cached);
-        if self.pin_prefix(id) {
-            // It may have gone from below meanwhile.
-            self.save_prefix(id, true);
-        }
+        self.pin_prefix(id);
+        // It may have gone from below meanwhile, or be worth saving now that it is used again.
+        self.save_prefix(id, true);
         Ok(())
     }
 

@@ -424,6 +424,7 @@ impl Worker {
             State::Unwinding { recompute: false }
             | State::Pulling { .. }
             | State::Loading { .. }
+            | State::Probing
             | State::Waiting
             | State::Prefilling
             | State::Decoding => self.drop_sequence(id),

@@ -105,6 +105,7 @@ impl Worker {
         self.sequences.insert(id, seq);
         self.attempts.insert(attempt, id);
         self.scheduler.enqueue(id, need);
+        self.prefetch(id);
         Ok(())
     }
 

@@ -40,6 +40,8 @@ pub(super) enum Origin {
 pub(super) enum State {
     /// Not admitted.
     Waiting,
+    /// It is being looked for what others have computed of its prompt.
+    Probing,
     /// Its prefix comes from the cache below the device.
     Loading {
         /// Fetch.
@@ -94,6 +96,8 @@ pub(super) struct Sequence {
     pub(super) blocks_saved: u32,
     /// Times that its prefix was looked for there.
     pub(super) fetches: u32,
+    /// It has waited for what was looked for in a store that others write too.
+    pub(super) was_probed: bool,
     /// Tokens that came from there, in the order of [`hicache::tiers::Tier::ALL`].
     pub(super) from_tiers: [u32; 3],
     pub(super) blocks_sealed: u32,
@@ -156,6 +160,7 @@ impl Sequence {
             output_boundary: None,
             blocks_saved: 0,
             fetches: 0,
+            was_probed: false,
             from_tiers: [0; 3],
             blocks_sealed: 0,
             windows_sealed: 0,

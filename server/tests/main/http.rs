@@ -750,14 +750,18 @@ async fn shutdown_finishes_streams_and_takes_no_new_connection() {
 async fn cache_is_flushed_as_far_as_was_asked_for() {
     let server = Server::start().await;
     for (query, on_disk) in [("", 0), ("?storage=false", 0), ("?storage=true", 7)] {
-        let flushed = server.client.get(&format!("/flush_cache{query}")).await.json();
+        let flushed = server.client.post(&format!("/flush_cache{query}"), &json!({})).await.json();
         let expected = json!({
             "device_blocks": 5, "device_boundaries": 2, "host_objects": 6, "disk_objects": on_disk
         });
         assert_eq!(flushed, expected, "{query}");
     }
-    let refused = server.client.get("/flush_cache?storage=perhaps").await;
-    assert_eq!(refused.status, 400);
-    assert!(refused.text().contains("storage is true or false"), "{}", refused.text());
+    for query in ["storage=perhaps", "stores=true"] {
+        let refused = server.client.post(&format!("/flush_cache?{query}"), &json!({})).await;
+        assert_eq!(refused.status, 400, "{query}");
+        assert!(refused.text().contains("storage is true or false"), "{}", refused.text());
+    }
+    // Whoever only looks forgets nothing.
+    assert_eq!(server.client.get("/flush_cache").await.status, 405);
     server.finish().await;
 }

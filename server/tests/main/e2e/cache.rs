@@ -74,6 +74,7 @@ async fn answers_are_equal_after_eviction_and_return_from_host_and_disk() {
         ("host", "null", "--hicache-size 0.2".to_owned()),
         ("host", "both", "--hicache-size 0.2".to_owned()),
         ("host", "null", "--hicache-size 0.2 --hicache-write-policy write_back".to_owned()),
+        ("host", "both", "--hicache-size 0.2 --hicache-write-policy write_back".to_owned()),
         ("disk", "null", format!("--hicache-size 0.002 {}", storage(&dir.0))),
     ] {
         let warm = Server::worker(mode, &format!("{SMALL} {flags}"));
@@ -323,6 +324,35 @@ async fn pinned_prefixes_outlive_others_in_host_memory() {
     }
 }
 
+/// What is saved when a second prompt uses it, is: wherever its pages are, and not before.
+#[tokio::test]
+async fn selective_policy_saves_what_is_used_twice() {
+    for mode in ["null", "both"] {
+        let flags = "--hicache-write-policy write_through_selective";
+        let server = Server::worker(mode, flags);
+        let stored =
+            async || Metrics::of(&server.url).await.sum("dsv4:cache_objects", &["host", "block"]);
+        ask(&server.url, &prompt(1000)).await;
+        ask(&server.url, &talk(3, 1000)).await;
+        assert_eq!(stored().await, 0.0, "{mode}: nobody has used it again");
+        assert_eq!(ask(&server.url, &prompt(1000)).await.1, 768, "{mode}");
+        eventually("it is saved", async || (stored().await == 3.0).then_some(())).await;
+        assert_all_given_back(&[&server.url]).await;
+    }
+}
+
+/// The policy that saves before pages go saves nothing while there are enough.
+#[tokio::test]
+async fn write_back_leaves_an_empty_worker_alone() {
+    let server = Server::worker("null", "--hicache-write-policy write_back");
+    for number in 0..3 {
+        ask(&server.url, &talk(number, 700)).await;
+    }
+    let metrics = Metrics::of(&server.url).await;
+    assert_eq!(metrics.sum("dsv4:cache_stored_total", &["host"]), 0.0);
+    assert_all_given_back(&[&server.url]).await;
+}
+
 /// What is flushed is not found again: on the device and in host memory, or on disk as well.
 #[tokio::test]
 async fn flushed_prefixes_are_computed_again() {
@@ -349,6 +379,17 @@ async fn flushed_prefixes_are_computed_again() {
     eventually("the folder is empty", async || objects_below(&dir.0).is_empty().then_some(()))
         .await;
     assert_eq!(ask(&server.url, &ids).await, (answer, 0));
+    // Nor what was on its way when it was flushed.
+    for number in 0..6 {
+        ask(&server.url, &talk(40 + number, 1000)).await;
+        flush("?storage=true").await;
+    }
+    let gone = async || {
+        let metrics = Metrics::of(&server.url).await;
+        let objects = metrics.sum("dsv4:cache_objects", &["disk"]);
+        (objects == 0.0 && objects_below(&dir.0).is_empty()).then_some(())
+    };
+    eventually("nothing is left", gone).await;
     let bad = post(&format!("{}/flush_cache?storage=maybe", server.url), &Value::Null).await;
     assert_eq!(bad.expect("an answer").status, 400);
     assert_all_given_back(&[&server.url]).await;

@@ -12,10 +12,14 @@ const OUTPUT: u32 = 8;
 const COLD: &str = "--disable-radix-cache";
 
 fn server(moto: &Moto, prefix: &str, flags: &str) -> Server {
+    server_of(moto, "null", prefix, flags)
+}
+
+fn server_of(moto: &Moto, mode: &str, prefix: &str, flags: &str) -> Server {
     let variables = moto.variables();
     let variables: Vec<_> = variables.iter().map(|(name, value)| (*name, value.as_str())).collect();
     let flags = format!("--hicache-object-store s3://{BUCKET}/{prefix} {flags}");
-    Server::worker_with("null", &flags, &variables)
+    Server::worker_with(mode, &flags, &variables)
 }
 
 /// Answer and cached tokens.
@@ -74,39 +78,51 @@ async fn fresh_server_has_what_another_one_computed() {
     assert_all_given_back(&[&first.url, &second.url]).await;
 }
 
-/// The second server knows nothing of what the first one writes after its start; a prompt that waits
-/// in the queue meanwhile has it.
+/// The second server knows nothing of what the first one writes after its start; a prompt waits a
+/// moment for the answer whether it is there.
 #[tokio::test]
-async fn prompts_that_wait_find_what_another_server_wrote_later() {
+async fn prompts_find_what_another_server_wrote_later() {
     let Some(moto) = Moto::start() else { return };
     let cold = Server::worker("null", COLD);
-    let first = server(&moto, "later", "");
-    let second = server(&moto, "later", "--max-running-requests 1");
-    for number in 0..4 {
-        complete(&first.url, &talk(number, 1100), OUTPUT).await;
+    for mode in ["null", "both"] {
+        let first = server_of(&moto, mode, mode, "");
+        let second = server_of(&moto, mode, mode, "");
+        for number in 0..4 {
+            complete(&first.url, &talk(number, 1100), OUTPUT).await;
+        }
+        written(&first.url).await;
+        let mut hits = 0;
+        for number in 0..4 {
+            let ids = talk(number, 1150);
+            let (found, cached) = ask(&second.url, &ids).await;
+            assert_eq!(found, ask(&cold.url, &ids).await.0, "{mode}, talk {number}");
+            hits += u32::from(cached == 1024);
+        }
+        // A machine may be so slow that an answer comes too late.
+        assert!(hits >= 1, "{mode}: no prompt found anything");
+        assert!(remote(&second.url, "dsv4:cache_probes_found_total").await >= 5.0, "{mode}");
+        assert!(remote(&second.url, "dsv4:cache_tokens_total").await >= 1024.0, "{mode}");
+        assert_eq!(remote(&second.url, "dsv4:cache_mismatches_total").await, 0.0, "{mode}");
+        assert_all_given_back(&[&first.url, &second.url]).await;
     }
-    written(&first.url).await;
-    let (mut hits, url) = (0, format!("{}/v1/completions", second.url));
-    for number in 0..4 {
-        let (url, body) = (url.clone(), greedy(&talk(100 + number, 700), 400));
-        let busy = tokio::spawn(async move { post(&url, &body).await });
-        eventually("it is busy", async || {
-            let metrics = Metrics::of(&second.url).await;
-            (metrics.sum("sglang:num_running_reqs", &[]) > 0.0 || busy.is_finished()).then_some(())
-        })
-        .await;
-        let ids = talk(number, 1150);
-        let (found, cached) = ask(&second.url, &ids).await;
-        assert_eq!(found, ask(&cold.url, &ids).await.0, "talk {number}");
-        hits += u32::from(cached == 1024);
-        busy.await.expect("a client does not panic").expect("an answer").ok();
+}
+
+/// Clients that leave while their prompt waits for the store leave nothing behind.
+#[tokio::test]
+async fn clients_that_leave_while_the_store_is_asked_leave_nothing() {
+    let Some(moto) = Moto::start() else { return };
+    let silent = server(&moto, "silent", "");
+    complete(&silent.url, &talk(0, 300), 1).await;
+    moto.signal(Signal::STOP);
+    let url = format!("{}/v1/completions", silent.url);
+    for number in 1..9 {
+        let body = greedy(&talk(number, 600), OUTPUT);
+        let patience = std::time::Duration::from_millis(u64::from(number) * 40);
+        // Whether it answers in time says nothing.
+        let _ = tokio::time::timeout(patience, post(&url, &body)).await;
     }
-    // A machine may be so slow that a probe comes too late.
-    assert!(hits >= 1, "no prompt found anything");
-    assert!(remote(&second.url, "dsv4:cache_probes_found_total").await >= 5.0);
-    assert!(remote(&second.url, "dsv4:cache_tokens_total").await >= 1024.0);
-    assert_eq!(remote(&second.url, "dsv4:cache_mismatches_total").await, 0.0);
-    assert_all_given_back(&[&first.url, &second.url]).await;
+    assert_all_given_back(&[&silent.url]).await;
+    moto.signal(Signal::CONT);
 }
 
 /// New prompts until the store holds more than before, and more than what was under way then.
@@ -152,7 +168,7 @@ async fn dead_or_silent_object_store_costs_prefixes_and_no_answers() {
         .await;
         if dies {
             let third = server(&moto, "mortal", "");
-            assert!(third.process.log_text().contains("does not answer"), "it starts and warns");
+            assert!(third.process.log_text().contains("cannot be used now"), "it starts and warns");
             assert_eq!(ask(&third.url, &ids).await.0, ask(&cold.url, &ids).await.0);
             moto.restart();
         } else {
