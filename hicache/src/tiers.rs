@@ -35,6 +35,7 @@ mod index;
 mod probe;
 mod types;
 
+use crate::change::Change;
 use crate::object::{ObjectKey, Part};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::vec::Vec;
@@ -494,6 +495,49 @@ impl Tiers {
             gone += 1;
         }
         gone
+    }
+
+    /// From now on notes which objects come and go, for [`Tiers::poll_change`]; in each tier at most
+    /// `most` of these notes wait, 0 for none.
+    pub fn report_changes(&mut self, most: usize) {
+        self.host.changes.follow(most);
+        for index in self.stores.iter_mut().flatten() {
+            index.changes.follow(most);
+        }
+    }
+
+    /// The next object that has come to a tier or left it since [`Tiers::report_changes`]; in order
+    /// as far as one tier is concerned. What is in motion has not come yet, and what is to go has
+    /// left. A store that is left alone keeps what it has, and [`Tiers::adopt`] is no news to its
+    /// caller, so neither is a change.
+    pub fn poll_change(&mut self) -> Option<(Tier, Change<ObjectKey>)> {
+        if let Some(change) = self.host.changes.poll() {
+            return Some((Tier::Host, change));
+        }
+        Store::ALL.into_iter().find_map(|store| {
+            let change = self.stores[store as usize].as_mut()?.changes.poll()?;
+            Some((store.tier(), change))
+        })
+    }
+
+    /// Changes that found no room to wait. When it has grown, whoever follows has to look at all
+    /// that it knows anew, with [`Tiers::is_in`].
+    #[must_use]
+    pub fn changes_lost(&self) -> u64 {
+        let stores = self.stores.iter().flatten().map(|index| index.changes.lost());
+        self.host.changes.lost() + stores.sum::<u64>()
+    }
+
+    /// Whether a tier has an object, complete and not about to go; also while the tier is left
+    /// alone.
+    #[must_use]
+    pub fn is_in(&self, tier: Tier, key: &ObjectKey) -> bool {
+        let store = match tier {
+            Tier::Host => return self.in_host(key),
+            Tier::Disk => Store::Disk,
+            Tier::Remote => Store::Remote,
+        };
+        self.stores[store as usize].as_ref().is_some_and(|index| index.has(key))
     }
 
     /// Counters of a tier.

@@ -1,6 +1,7 @@
 //! What a store holds, as far as is known here.
 
 use super::types::{StoreLimits, TierUse};
+use crate::change::ChangeLog;
 use crate::object::{ObjectKey, Part};
 use crate::order::SlotOrder;
 use alloc::collections::BTreeMap;
@@ -69,6 +70,8 @@ pub(super) struct Index {
     paused_until: Option<u64>,
     /// What the store turned out to have room for, in bytes, and until when that is believed.
     found_full: Option<(u64, u64)>,
+    /// What can be read, and can no longer; not what was adopted.
+    pub(super) changes: ChangeLog<ObjectKey>,
 }
 
 impl Index {
@@ -87,6 +90,7 @@ impl Index {
             failures: 0,
             paused_until: None,
             found_full: None,
+            changes: ChangeLog::default(),
         }
     }
 
@@ -137,6 +141,9 @@ impl Index {
 
     fn forget(&mut self, id: u32) {
         let entry = self.entries[id as usize];
+        if entry.state == State::Present {
+            self.changes.left(entry.key);
+        }
         self.ids.remove(&entry.key);
         self.idle.remove(id.into());
         self.free.push(id);
@@ -145,7 +152,14 @@ impl Index {
     }
 
     fn set(&mut self, id: u32, state: State) {
+        let Entry { key, state: before, .. } = self.entries[id as usize];
         self.entries[id as usize].state = state;
+        match (before, state) {
+            (State::Present, State::Present) => {}
+            (_, State::Present) => self.changes.arrived(key),
+            (State::Present, _) => self.changes.left(key),
+            _ => {}
+        }
     }
 
     /// An object was found in the store; false if there is no room for it in the index.
@@ -159,6 +173,13 @@ impl Index {
         let id = self.add(key, State::Present);
         self.idle.insert(id.into());
         true
+    }
+
+    /// An object was found that others have written.
+    pub(super) fn find_new(&mut self, key: ObjectKey) {
+        if !self.knows(&key) && self.adopt(key) {
+            self.changes.arrived(key);
+        }
     }
 
     /// Whether an object of a part could be added, and what has to go for it.

@@ -113,8 +113,9 @@ impl Tiers {
             Outcome::Done => {
                 counters.probes_found += 1;
                 self.worked(store);
-                if !is_wrong {
-                    self.adopt(store, key);
+                let index = self.stores[store as usize].as_mut();
+                if let Some(index) = index.filter(|_| !is_wrong) {
+                    index.find_new(key);
                 }
             }
             Outcome::Missing => self.worked(store),

@@ -5,7 +5,7 @@ use hicache::tiers::{
     Action, FetchEnd, FetchId, Limits, MotionId, Move, Outcome, Slot, Store, StoreLimits, Tier,
     Tiers, WritePolicy, objects_of,
 };
-use hicache::{ObjectKey, Part};
+use hicache::{Change, ObjectKey, Part};
 use kv_pool::ChainHash;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -87,6 +87,9 @@ struct World {
     probes_under_way: usize,
     /// What the disk really has room for.
     room: u64,
+    /// What is where, by the changes that were reported.
+    mirror: BTreeSet<(Tier, ObjectKey)>,
+    mirror_age: u64,
 }
 
 impl World {
@@ -119,9 +122,11 @@ impl World {
             failures_max: 3,
         };
         let room = if random.one_in(3) { 70 + random.below(60) as u64 } else { u64::MAX };
+        let mut tiers = Tiers::new(limits);
+        tiers.report_changes(1000);
         Self {
             random,
-            tiers: Tiers::new(limits),
+            tiers,
             limits,
             now: 0,
             chains: chains(),
@@ -137,6 +142,8 @@ impl World {
             stores_down: false,
             probes_under_way: 0,
             room,
+            mirror: BTreeSet::new(),
+            mirror_age: 0,
         }
     }
 
@@ -217,6 +224,7 @@ impl World {
                 Action::Fetched { fetch, end } => self.fetched(fetch, end),
             }
         }
+        self.follow();
         // Nothing waits for a probe.
         assert!(
             self.motions.len() > self.probes_under_way || self.fetches.is_empty(),
@@ -233,6 +241,34 @@ impl World {
         let reads_max =
             self.limits.fetches_max * self.limits.fetch_objects_max + self.limits.prefetch_max;
         assert!(reads <= reads_max && disk.max(remote) <= self.limits.writes_max);
+    }
+
+    /// What was told of comings and goings is what is there.
+    fn follow(&mut self) {
+        while let Some((tier, change)) = self.tiers.poll_change() {
+            match change {
+                Change::Arrived(key) => {
+                    assert!(self.mirror.insert((tier, key)), "{key} came to {tier} twice");
+                }
+                Change::Left(key) => {
+                    assert!(self.mirror.remove(&(tier, key)), "{key} left {tier} twice");
+                }
+            }
+        }
+        self.mirror_age += 1;
+        if !self.mirror_age.is_multiple_of(50) {
+            return;
+        }
+        let keys: BTreeSet<ObjectKey> = (self.chains.iter().flatten())
+            .flat_map(|hash| Part::ALL.map(|part| ObjectKey { chain: *hash, part }))
+            .collect();
+        let all = keys.into_iter().flat_map(|key| Tier::ALL.map(|tier| (tier, key)));
+        let there: BTreeSet<_> = all.filter(|(tier, key)| self.tiers.is_in(*tier, key)).collect();
+        assert_eq!(self.mirror, there);
+        assert_eq!(self.tiers.changes_lost(), 0);
+        for (tier, _) in there {
+            self.count(["in host", "in disk", "in remote"][tier as usize]);
+        }
     }
 
     fn fetched(&mut self, fetch: FetchId, end: FetchEnd) {
@@ -541,6 +577,9 @@ fn random_traffic_with_faults_keeps_every_promise() {
         "probes dropped",
         "found by a probe",
         "full",
+        "in host",
+        "in disk",
+        "in remote",
     ] {
         assert!(seen.get(what).copied().unwrap_or(0) > 100, "hardly ever: {what}; {seen:?}");
     }
@@ -648,6 +687,28 @@ fn wrong_bytes_are_not_found_again_by_a_probe() {
     tiers.flush_host();
     tiers.probe(6, [key]);
     assert_eq!(begun(&mut tiers).len(), 1);
+}
+
+#[test]
+fn changes_wait_up_to_their_bound_and_the_rest_is_counted() {
+    let mut tiers = tiers_of_others();
+    let mut save = |tiers: &mut Tiers, number| {
+        let (motion, _) = tiers.offer(0, key_of(number)).expect("a slot");
+        tiers.handle_done(0, motion, Outcome::Done).expect("under way");
+    };
+    save(&mut tiers, 1);
+    assert_eq!((tiers.poll_change(), tiers.changes_lost()), (None, 0), "nobody follows");
+    tiers.report_changes(2);
+    for number in 2..5 {
+        save(&mut tiers, number);
+    }
+    assert_eq!(tiers.changes_lost(), 1);
+    let told: Vec<_> = std::iter::from_fn(|| tiers.poll_change()).collect();
+    let came = |number| (Tier::Host, Change::Arrived(key_of(number)));
+    assert_eq!(told, [came(2), came(3)]);
+    assert!((1..5).all(|number| tiers.is_in(Tier::Host, &key_of(number))));
+    tiers.flush_host();
+    assert_eq!((std::iter::from_fn(|| tiers.poll_change()).count(), tiers.changes_lost()), (2, 3));
 }
 
 /// A disk that others fill has less room than the tier may take: it goes on with what there is.
