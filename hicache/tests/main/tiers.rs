@@ -692,7 +692,7 @@ fn wrong_bytes_are_not_found_again_by_a_probe() {
 #[test]
 fn changes_wait_up_to_their_bound_and_the_rest_is_counted() {
     let mut tiers = tiers_of_others();
-    let mut save = |tiers: &mut Tiers, number| {
+    let save = |tiers: &mut Tiers, number| {
         let (motion, _) = tiers.offer(0, key_of(number)).expect("a slot");
         tiers.handle_done(0, motion, Outcome::Done).expect("under way");
     };

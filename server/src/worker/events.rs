@@ -1,0 +1,243 @@
+//! What of a worker's cache routers are told: which blocks can be found where.
+//!
+//! The tree and the tiers say which blocks to look at again; what is published is the difference
+//! between what was published of a block and where it is now. So a copy that is kept by events is
+//! right whenever the worker has nothing more to do.
+//!
+//! A router finds prompts by their tokens, so a block is published as soon as its tokens are known
+//! here, which is when a sequence has computed or loaded it. Blocks under a salt are never
+//! published: by its tokens anybody's prompt would be sent to where only its own tenant may use it.
+
+use super::{Role, Worker};
+use crate::clock::wall_time;
+use crate::net::kv_events::wire::{BlockHash, KvEvent, Medium};
+use crate::net::kv_events::{EventNumbers, Outlet};
+use crate::scheduler::SeqId;
+use hicache::tiers::Tier;
+use hicache::{ObjectKey, Part};
+use kv_pool::{BLOCK_TOKENS, ChainHash, PoolKind};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::UNIX_EPOCH;
+
+/// Changes that wait in the tree and in each tier until the worker looks; if there are more, it
+/// looks at everything.
+const CHANGES_MAX: usize = 4096;
+/// Events of one batch.
+const BATCH_EVENTS: usize = 64;
+/// Hashes of one event.
+const EVENT_HASHES: usize = 1024;
+
+/// What a router has to know of a block.
+#[derive(Clone, Debug)]
+struct Content {
+    parent: Option<BlockHash>,
+    tokens: Arc<[u32]>,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    /// None if it is on disk alone, where tokens of many blocks would be too many.
+    content: Option<Content>,
+    /// In which media it was published, in the order of [`Medium::ALL`].
+    published: [bool; 3],
+    /// It is in [`KvEvents::recent`].
+    is_recent: bool,
+}
+
+/// The books of what was published.
+#[derive(Debug)]
+pub(super) struct KvEvents {
+    outlet: Outlet,
+    known: BTreeMap<ChainHash, Known>,
+    /// Blocks that were learned or left the device last: they may be on their way to the host, and
+    /// are known until so many others were.
+    recent: VecDeque<ChainHash>,
+    recent_max: usize,
+    /// To be looked at.
+    touched: Vec<ChainHash>,
+    /// Changes that were lost when everything was looked at last.
+    lost: u64,
+    /// Media of all known blocks in which they are published.
+    published: usize,
+    events: Vec<KvEvent>,
+}
+
+impl KvEvents {
+    fn new(outlet: Outlet, recent_max: usize) -> Self {
+        Self {
+            outlet,
+            known: BTreeMap::new(),
+            recent: VecDeque::new(),
+            recent_max,
+            touched: Vec::new(),
+            lost: 0,
+            published: 0,
+            // Whoever asks for all batches begins with nothing.
+            events: vec![KvEvent::Cleared],
+        }
+    }
+
+    pub(super) fn numbers(&self) -> EventNumbers {
+        self.outlet.numbers()
+    }
+
+    /// The blocks of a chain have these tokens.
+    fn learn(&mut self, chain: &[ChainHash], tokens: &[u32]) {
+        let (blocks, _) = tokens.as_chunks::<{ BLOCK_TOKENS as usize }>();
+        let mut parent = None;
+        for (hash, block) in chain.iter().zip(blocks) {
+            let known = self.known.entry(*hash).or_default();
+            if known.content.is_none() {
+                known.content = Some(Content { parent, tokens: block.as_slice().into() });
+                self.touched.push(*hash);
+                self.note_recent(*hash);
+            }
+            parent = Some(BlockHash::from(hash));
+        }
+    }
+
+    fn note_recent(&mut self, hash: ChainHash) {
+        let Some(known) = self.known.get_mut(&hash) else { return };
+        if std::mem::replace(&mut known.is_recent, true) {
+            return;
+        }
+        self.recent.push_back(hash);
+        if self.recent.len() > self.recent_max
+            && let Some(oldest) = self.recent.pop_front()
+        {
+            if let Some(known) = self.known.get_mut(&oldest) {
+                known.is_recent = false;
+            }
+            self.forget(&oldest);
+        }
+    }
+
+    /// Forgets of a block what is not needed.
+    fn forget(&mut self, hash: &ChainHash) {
+        let Some(known) = self.known.get_mut(hash).filter(|known| !known.is_recent) else { return };
+        match known.published {
+            [false, false, false] => drop(self.known.remove(hash)),
+            [false, false, true] => known.content = None,
+            _ => {}
+        }
+    }
+
+    /// Notes what has to be said of a block that is in these media now.
+    fn look_at(&mut self, hash: &ChainHash, is_in: [bool; 3]) {
+        let Some(known) = self.known.get_mut(hash) else { return };
+        let had_device = known.published[0];
+        for (n, medium) in Medium::ALL.into_iter().enumerate() {
+            match (known.published[n], is_in[n]) {
+                (false, true) => {
+                    // What is not known is not published, and then there is nothing to take back.
+                    let Some(Content { parent, tokens }) = known.content.clone() else { continue };
+                    let hash = BlockHash::from(hash);
+                    self.events.push(KvEvent::Stored { hash, parent, tokens, medium });
+                    self.published += 1;
+                }
+                (true, false) => {
+                    push_removed(&mut self.events, BlockHash::from(hash), medium);
+                    self.published -= 1;
+                }
+                _ => continue,
+            }
+            known.published[n] = is_in[n];
+        }
+        if had_device && !known.published[0] {
+            self.note_recent(*hash);
+        }
+        self.forget(hash);
+    }
+
+    /// Hands over what has happened.
+    fn publish(&mut self) {
+        let time_s = wall_time().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
+        while !self.events.is_empty() {
+            let rest = self.events.split_off(self.events.len().min(BATCH_EVENTS));
+            self.outlet.publish(time_s, std::mem::replace(&mut self.events, rest));
+        }
+    }
+}
+
+/// Several in a row are one event.
+fn push_removed(events: &mut Vec<KvEvent>, hash: BlockHash, medium: Medium) {
+    if let Some(KvEvent::Removed { hashes, medium: last }) = events.last_mut()
+        && *last == medium
+        && hashes.len() < EVENT_HASHES
+    {
+        hashes.push(hash);
+    } else {
+        events.push(KvEvent::Removed { hashes: vec![hash], medium });
+    }
+}
+
+impl Worker {
+    /// Publishes from now on what the worker's cache gains and loses; after
+    /// [`Worker::cache_in`], if there is to be one.
+    pub fn publish_events(&mut self, outlet: Outlet) {
+        self.prefixes.report_changes(CHANGES_MAX);
+        if let Some(cache) = &mut self.cache {
+            cache.report_changes(CHANGES_MAX);
+        }
+        // Saves that wait are at most as many, and some are under way.
+        let recent_max = self.pools.count(PoolKind::Block) as usize + super::cache::SAVES_MAX;
+        let mut events = KvEvents::new(outlet, recent_max);
+        events.publish();
+        self.events = Some(events);
+    }
+
+    /// The tokens of a sequence's first blocks are known, and may be told.
+    pub(super) fn learn_blocks(&mut self, id: SeqId, blocks: usize) {
+        let (Some(events), Some(seq)) = (&mut self.events, self.sequences.get(&id)) else { return };
+        if seq.salt.is_empty() {
+            events.learn(&seq.chain[..blocks.min(seq.chain.len())], &seq.tokens);
+        }
+        self.tell_events();
+    }
+
+    /// Tells routers what has changed since the last call.
+    pub(super) fn tell_events(&mut self) {
+        let Some(events) = &mut self.events else { return };
+        while let Some(change) = self.prefixes.poll_change() {
+            events.touched.push(*change.key());
+        }
+        let mut lost = self.prefixes.changes_lost();
+        if let Some(cache) = &mut self.cache {
+            while let Some((_, change)) = cache.poll_change() {
+                if change.key().part == Part::Block {
+                    events.touched.push(change.key().chain);
+                }
+            }
+            lost += cache.changes_lost();
+        }
+        if std::mem::replace(&mut events.lost, lost) != lost {
+            events.touched.extend(events.known.keys());
+        }
+        for hash in std::mem::take(&mut events.touched) {
+            let below = |tier| {
+                let key = ObjectKey::block(hash);
+                self.cache.as_ref().is_some_and(|cache| cache.is_in(tier, &key))
+            };
+            let is_in = [self.prefixes.contains(&hash), below(Tier::Host), below(Tier::Disk)];
+            events.look_at(&hash, is_in);
+        }
+        events.publish();
+    }
+
+    /// After a flush, tells routers that nothing is left, if that is so.
+    pub(super) fn tell_flushed(&mut self) {
+        self.tell_events();
+        let Some(events) = &mut self.events else { return };
+        if events.published == 0 {
+            events.events.push(KvEvent::Cleared);
+            events.publish();
+        }
+    }
+}
+
+/// Which worker of a process publishes: that which computes prompts, where there is one.
+#[must_use]
+pub const fn publishes(role: Role, is_alone: bool) -> bool {
+    is_alone || !matches!(role, Role::Decode)
+}
