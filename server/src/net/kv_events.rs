@@ -177,3 +177,31 @@ async fn serve(
     }
     hub.close().await;
 }
+
+/// An outlet that nobody listens to.
+#[cfg(test)]
+pub(crate) fn unserved() -> Outlet {
+    Outlet { batches: channel(1).0, next_seq: 0, counters: Arc::default() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_finds_no_room_is_counted_and_leaves_a_gap() {
+        let (batches, mut waiting) = channel(2);
+        let mut outlet = Outlet { batches, next_seq: 0, counters: Arc::default() };
+        let mut publish = |times| (0..times).for_each(|_| outlet.publish(1.5, Vec::new()));
+        let mut seqs = || -> Vec<u64> {
+            std::iter::from_fn(|| waiting.try_recv().ok()).map(|batch| batch.seq).collect()
+        };
+        publish(5);
+        assert_eq!(seqs(), [0, 1]);
+        publish(1);
+        assert_eq!(seqs(), [5]);
+        drop(waiting);
+        outlet.publish(1.5, Vec::new());
+        assert_eq!(outlet.numbers(), EventNumbers { dropped: 4, ..EventNumbers::default() });
+    }
+}

@@ -160,16 +160,20 @@ impl KvEvents {
     }
 }
 
-/// Several in a row are one event.
+/// Of several in a row, those of one medium are one event.
 fn push_removed(events: &mut Vec<KvEvent>, hash: BlockHash, medium: Medium) {
-    if let Some(KvEvent::Removed { hashes, medium: last }) = events.last_mut()
-        && *last == medium
-        && hashes.len() < EVENT_HASHES
-    {
-        hashes.push(hash);
-    } else {
-        events.push(KvEvent::Removed { hashes: vec![hash], medium });
+    for event in events.iter_mut().rev().take(Medium::ALL.len()) {
+        match event {
+            KvEvent::Removed { hashes, medium: other }
+                if *other == medium && hashes.len() < EVENT_HASHES =>
+            {
+                return hashes.push(hash);
+            }
+            KvEvent::Removed { .. } => {}
+            KvEvent::Stored { .. } | KvEvent::Cleared => break,
+        }
     }
+    events.push(KvEvent::Removed { hashes: vec![hash], medium });
 }
 
 impl Worker {
@@ -240,4 +244,132 @@ impl Worker {
 #[must_use]
 pub const fn publishes(role: Role, is_alone: bool) -> bool {
     is_alone || !matches!(role, Role::Decode)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::net::kv_events::unserved;
+    use std::collections::BTreeSet;
+
+    const RECENT: usize = 8;
+    const BLOCK: usize = BLOCK_TOKENS as usize;
+
+    /// Prompts that share beginnings, and their chains.
+    fn prompts() -> Vec<(Vec<ChainHash>, Vec<u32>)> {
+        let prompt = |n: u32| {
+            let first = |block: u32| if block < 2 { n / 4 } else { n };
+            let tokens: Vec<u32> = (0..6)
+                .flat_map(|block| (0..256).map(move |t| first(block) << 16 | block << 8 | t))
+                .collect();
+            let hash = |end: u32| {
+                let mut bytes = [0; 32];
+                bytes[0] = end as u8;
+                bytes[1] = first(end - 1) as u8;
+                ChainHash(bytes)
+            };
+            ((1..=6).map(hash).collect(), tokens)
+        };
+        (0..12).map(prompt).collect()
+    }
+
+    /// What a router believes.
+    fn follow(mirror: &mut BTreeSet<(Medium, BlockHash)>, events: &mut KvEvents) {
+        for event in std::mem::take(&mut events.events) {
+            match event {
+                KvEvent::Stored { hash, medium, tokens, .. } => {
+                    assert_eq!(tokens.len(), BLOCK);
+                    assert!(mirror.insert((medium, hash)), "stored twice");
+                }
+                KvEvent::Removed { hashes, medium } => {
+                    assert!(hashes.into_iter().all(|hash| mirror.remove(&(medium, hash))));
+                }
+                KvEvent::Cleared => assert!(mirror.is_empty()),
+            }
+        }
+    }
+
+    #[test]
+    fn what_was_published_is_where_known_blocks_are_and_the_books_stay_small() {
+        let mut state = 3_u64;
+        let mut below = |n: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) as usize % n
+        };
+        let prompts = prompts();
+        let mut events = KvEvents::new(unserved(), RECENT);
+        let mut mirror = BTreeSet::new();
+        let mut there: BTreeMap<ChainHash, [bool; 3]> = BTreeMap::new();
+        let mut seen = [0_usize; 4];
+        for _ in 0..20_000 {
+            let (chain, tokens) = &prompts[below(prompts.len())];
+            if below(3) == 0 {
+                events.learn(&chain[..below(chain.len() + 1)], tokens);
+            } else {
+                let hash = chain[below(chain.len())];
+                there.entry(hash).or_default()[below(3)] ^= true;
+                events.touched.push(hash);
+            }
+            for hash in std::mem::take(&mut events.touched) {
+                events.look_at(&hash, there.get(&hash).copied().unwrap_or_default());
+            }
+            follow(&mut mirror, &mut events);
+            assert_eq!(events.published, mirror.len());
+            assert!(events.recent.len() <= RECENT);
+            let with_tokens = events.known.values().filter(|known| known.content.is_some());
+            let above_disk = there.values().filter(|is_in| is_in[0] || is_in[1]).count();
+            assert!(with_tokens.count() <= above_disk + RECENT);
+            for (hash, is_in) in &there {
+                let name = BlockHash::from(hash);
+                let told = Medium::ALL.map(|medium| mirror.contains(&(medium, name)));
+                let known = events.known.get(hash);
+                if known.is_some_and(|known| known.content.is_some()) {
+                    assert_eq!(told, *is_in, "what is known is told");
+                }
+                let is_true = told.iter().zip(is_in).all(|(told, is_in)| !told || *is_in);
+                assert!(is_true, "what is told is true");
+                assert_eq!(
+                    known.is_some_and(|known| known.published != [false; 3]),
+                    told != [false; 3]
+                );
+            }
+            for (n, medium) in Medium::ALL.into_iter().enumerate() {
+                seen[n] += usize::from(mirror.iter().any(|(other, _)| *other == medium));
+            }
+            seen[3] += usize::from(events.known.values().any(|known| known.content.is_none()));
+        }
+        assert!(seen.iter().all(|times| *times > 1000), "{seen:?}");
+    }
+
+    #[test]
+    fn parents_and_tokens_are_those_of_the_prompt() {
+        let (chain, tokens) = prompts().remove(0);
+        let mut events = KvEvents::new(unserved(), 100);
+        events.events.clear();
+        events.learn(&chain[..3], &tokens);
+        for hash in std::mem::take(&mut events.touched) {
+            events.look_at(&hash, [true, false, true]);
+        }
+        for (n, pair) in events.events.chunks(2).enumerate() {
+            for (event, medium) in pair.iter().zip([Medium::Device, Medium::Disk]) {
+                let expected = KvEvent::Stored {
+                    hash: BlockHash::from(&chain[n]),
+                    parent: n.checked_sub(1).map(|before| BlockHash::from(&chain[before])),
+                    tokens: tokens[n * BLOCK..(n + 1) * BLOCK].into(),
+                    medium,
+                };
+                assert_eq!(*event, expected);
+            }
+        }
+        assert_eq!(events.events.len(), 6);
+        events.events.clear();
+        for hash in &chain[..3] {
+            events.look_at(hash, [false; 3]);
+        }
+        let removed = |medium| {
+            let hashes = chain[..3].iter().map(BlockHash::from).collect();
+            KvEvent::Removed { hashes, medium }
+        };
+        assert_eq!(events.events, [removed(Medium::Device), removed(Medium::Disk)]);
+    }
 }

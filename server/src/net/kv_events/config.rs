@@ -167,8 +167,7 @@ impl FromStr for KvEventsConfig {
 
     fn from_str(text: &str) -> Result<Self, BadKvEvents> {
         let object = serde_json::from_str::<Map<String, Value>>(text);
-        let mut fields =
-            Fields(object.map_err(|error| BadKvEvents::NoObject(error.to_string()))?);
+        let mut fields = Fields(object.map_err(|error| BadKvEvents::NoObject(error.to_string()))?);
         let unknown = fields.0.keys().find(|field| !FIELDS.contains(&field.as_str()));
         if let Some(field) = unknown {
             return Err(BadKvEvents::UnknownField { field: field.clone() });
@@ -272,7 +271,10 @@ mod tests {
             (r#"{"topic":["a"]}"#, "topic"),
         ] {
             let error = read(text).unwrap_err();
-            assert!(error.contains(says) && error.contains("expected") || error.contains("there are"), "{text}: {error}");
+            assert!(
+                error.contains(says) && error.contains("expected") || error.contains("there are"),
+                "{text}: {error}"
+            );
         }
         let long = format!(r#"{{"topic":"{}"}}"#, "ä".repeat(200));
         assert!(read(&long).unwrap_err().len() < 300);
