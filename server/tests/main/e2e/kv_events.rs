@@ -228,7 +228,7 @@ async fn bad_fields_and_taken_endpoints_are_said_at_start() {
 
 /// The same with libzmq, and with a decoder that is told the types of SGLang's events.
 #[tokio::test]
-async fn libzmq_and_msgspec_read_what_is_published() {
+async fn python_subscriber_with_libzmq_and_msgspec_reads_what_is_published() {
     let Some(python) = std::env::var_os(PYTHON) else {
         let missing =
             format!("{PYTHON} is not set: libzmq was not tried; `cargo xtask test e2e` sets it");
