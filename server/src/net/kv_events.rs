@@ -159,6 +159,11 @@ fn bind(field: &'static str, endpoint: &Endpoint) -> Result<TcpListener, BindErr
     listener.map_err(|source| BindError { field, endpoint: endpoint.clone(), source })
 }
 
+/// All that a peer says, from the first byte on, as it would be read; for fuzzing.
+pub fn fuzz_target(bytes: &[u8]) {
+    hub::hear(bytes);
+}
+
 async fn serve(
     hub: Hub,
     mut waiting: Receiver<Batch>,

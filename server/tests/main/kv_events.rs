@@ -250,6 +250,17 @@ fn hello(kind: &str) -> Vec<u8> {
     bytes
 }
 
+/// All that a subscriber, or one who asks for missed batches, says.
+pub(crate) fn said_by(kind: &str) -> Vec<u8> {
+    let mut bytes = hello(kind);
+    match kind {
+        "SUB" => bytes.extend_from_slice(b"\0\x05\x01kv@a\0\x01\x01\0\x05\0kv@a"),
+        _ => bytes.extend_from_slice(b"\x01\0\0\x08\0\0\0\0\0\0\0\x05"),
+    }
+    bytes.extend_from_slice(b"\x04\x0a\x04PING\0\x0aabc");
+    bytes
+}
+
 /// A subscriber of everything that never reads.
 pub(crate) fn sleeper(address: SocketAddr) -> TcpStream {
     raw(address, &[hello("SUB"), vec![0, 1, 1]].concat())

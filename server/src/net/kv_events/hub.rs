@@ -291,3 +291,26 @@ fn wanted(frames: &[Vec<u8>]) -> Option<u64> {
         _ => None,
     }
 }
+
+/// All that a peer says, from the first byte on, as both sockets read it.
+pub(super) fn hear(bytes: &[u8]) {
+    use futures_util::FutureExt as _;
+    for kind in [Kind::Pub, Kind::Router] {
+        let (mut topics, mut said) = (Topics(Vec::new()), Vec::new());
+        // Bytes in memory are always there, so nothing waits.
+        let Some(Ok(mut reader)) = handshake(bytes, &mut said, kind).now_or_never() else {
+            continue;
+        };
+        while let Some(Ok(Some(incoming))) = reader.next().now_or_never() {
+            match incoming {
+                Incoming::Message(frames) => {
+                    topics.note(&frames);
+                    let _ = wanted(&frames);
+                }
+                Incoming::Command(_, rest) => said.extend(pong(&rest).unwrap_or_default()),
+            }
+            assert!(topics.0.len() <= TOPICS_MAX && said.len() <= bytes.len() + 256);
+            said.truncate(256);
+        }
+    }
+}
