@@ -261,6 +261,12 @@ pub struct Published {
     pub replay: Option<SocketAddr>,
 }
 
+impl Published {
+    fn of(publisher: &Publisher) -> Self {
+        Self { events: publisher.address(), replay: publisher.replay_address() }
+    }
+}
+
 /// The checkpoint that was asked for, or the default one, seen from the current folder or from the
 /// source tree.
 fn model_path(args: &ServeArgs) -> PathBuf {
@@ -323,10 +329,7 @@ impl Node {
         Self::check(args)?;
         probe_bootstrap(args)?;
         let publisher = publisher_of(args)?;
-        let events = publisher.as_ref().map(|publisher| Published {
-            events: publisher.address(),
-            replay: publisher.replay_address(),
-        });
+        let events = publisher.as_ref().map(Published::of);
         let path = model_path(args);
         let threads = args.threads.map(usize::from).unwrap_or_else(|| {
             std::thread::available_parallelism().map_or(1, std::num::NonZero::get)

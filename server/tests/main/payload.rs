@@ -21,7 +21,7 @@ struct Target {
 }
 
 fn targets() -> [Target; 2] {
-    let said = ["SUB", "DEALER"].map(|kind| crate::kv_events::said_by(kind));
+    let said = ["SUB", "DEALER"].map(crate::kv_events::said_by);
     [
         Target { name: "payload", read: payload::fuzz_target, seeds: payloads().to_vec() },
         Target { name: "zmtp", read: kv_events::fuzz_target, seeds: said.to_vec() },
