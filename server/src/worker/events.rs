@@ -341,6 +341,34 @@ mod tests {
         assert!(seen.iter().all(|times| *times > 1000), "{seen:?}");
     }
 
+    /// A copy to the host may end after the pages have gone.
+    #[test]
+    fn block_that_left_the_device_is_known_until_its_copy_can_have_arrived() {
+        let prompts = prompts();
+        let mut events = KvEvents::new(unserved(), RECENT);
+        let look = |events: &mut KvEvents, hash: &ChainHash, is_in| {
+            events.touched.clear();
+            events.events.clear();
+            events.look_at(hash, is_in);
+            events.events.len()
+        };
+        let (chain, tokens) = &prompts[0];
+        events.learn(&chain[..1], tokens);
+        assert_eq!(look(&mut events, &chain[0], [true, false, false]), 1);
+        // So many others that it is no longer one of the last that were learned.
+        let others = |n: usize| (&prompts[4 + n].0, &prompts[4 + n].1);
+        for n in [0, 4] {
+            events.learn(others(n).0, others(n).1);
+        }
+        assert_eq!(look(&mut events, &chain[0], [false; 3]), 1);
+        assert_eq!(look(&mut events, &chain[0], [false, true, false]), 1, "it is known still");
+        assert_eq!(look(&mut events, &chain[0], [false; 3]), 1);
+        for n in [1, 2, 3, 5, 6, 7] {
+            events.learn(others(n).0, others(n).1);
+        }
+        assert_eq!(look(&mut events, &chain[0], [false, true, false]), 0, "and not for ever");
+    }
+
     #[test]
     fn parents_and_tokens_are_those_of_the_prompt() {
         let (chain, tokens) = prompts().remove(0);

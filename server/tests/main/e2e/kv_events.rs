@@ -194,6 +194,7 @@ async fn prefill_worker_publishes_for_both_and_nothing_that_is_salted() {
             next_seq = seq + 1;
             mirror.apply(&payload);
         }
+        assert!(mirror.contents.len() <= 1, "a salted block is told");
         (mirror.count("CPU_PINNED") == 1).then_some(())
     })
     .await;
