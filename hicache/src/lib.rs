@@ -23,11 +23,15 @@
 //! A leaf without a boundary can never be hit, so it is removed as soon as it arises; a tree that
 //! keeps blocks ([`Config::keep_blocks`]) keeps it, for [`PrefixTree::lookup_blocks`]. Whatever goes
 //! comes out as [`Action::Release`].
+//!
+//! Somebody who keeps a copy of what is where, like a router, is told by [`Change`]s: those of the
+//! tree from [`PrefixTree::poll_change`], those of the tiers from [`tiers::Tiers::poll_change`].
 #![cfg_attr(not(feature = "std"), no_std)]
 #![forbid(unsafe_code)]
 
 extern crate alloc;
 
+mod change;
 mod error;
 mod node;
 mod object;
@@ -43,6 +47,7 @@ mod tree;
 #[doc = include_str!("../README.md")]
 mod readme {}
 
+pub use change::Change;
 pub use error::{InsertError, PinError};
 pub use node::{Boundary, NodeId};
 pub use object::{ObjectKey, Part};

@@ -36,12 +36,13 @@ mod pins;
 mod probe;
 mod types;
 
+use crate::change::Change;
 use crate::object::{ObjectKey, Part};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::vec::Vec;
 use fetch::Fetch;
 use host::{Host, State};
-use index::{Going, Index, Room};
+use index::{Going, Index, Room, Way};
 use kv_pool::ChainHash;
 use pins::Pins;
 use probe::Probes;
@@ -58,6 +59,8 @@ pub struct Tiers {
     stores: [Option<Index>; 2],
     /// What is under way.
     motions: BTreeMap<MotionId, Move>,
+    /// Reads for which a fetch has waited too long.
+    late_reads: BTreeSet<MotionId>,
     next_motion: u64,
     saving: usize,
     fetches: BTreeMap<FetchId, Fetch>,
@@ -92,6 +95,7 @@ impl Tiers {
             host: Host::new(limits.host_blocks, limits.host_boundaries),
             stores: [index(limits.disk), index(limits.remote)],
             motions: BTreeMap::new(),
+            late_reads: BTreeSet::new(),
             next_motion: 0,
             saving: 0,
             fetches: BTreeMap::new(),
@@ -261,7 +265,10 @@ impl Tiers {
         match what {
             Move::Save { key, slot } => self.saved(key, slot, outcome),
             Move::Load { key, slot, fetch } => self.loaded(key, slot, fetch, outcome),
-            Move::Read { store, key, slot } => self.read(store, key, slot, outcome),
+            Move::Read { store, key, slot } => {
+                let was_late = self.late_reads.remove(&motion);
+                self.read(store, key, slot, outcome, was_late);
+            }
             Move::Write { store, key, slot } => self.written(store, key, slot, outcome),
             Move::Remove { store, key } => self.removed(store, key, outcome),
             Move::Probe { store, key } => self.probed(store, key, outcome),
@@ -301,7 +308,7 @@ impl Tiers {
         }
     }
 
-    fn read(&mut self, store: Store, key: ObjectKey, slot: Slot, outcome: Outcome) {
+    fn read(&mut self, store: Store, key: ObjectKey, slot: Slot, outcome: Outcome, was_late: bool) {
         let good = outcome == Outcome::Done;
         self.host.filled(slot, good);
         let index = self.stores[store as usize].as_mut().expect("it was read from");
@@ -319,7 +326,10 @@ impl Tiers {
         };
         self.go(store, going);
         if good {
-            self.worked(store);
+            // One that came too late for whoever wanted it does not speak for the store.
+            if !was_late {
+                self.worked(store, Way::Up);
+            }
             let counters = &mut self.counters[store.tier() as usize];
             counters.hits += 1;
             counters.hit_bytes += self.limits.object_bytes[key.part.position()];
@@ -328,10 +338,12 @@ impl Tiers {
         }
         self.count_failure(store.tier(), outcome);
         if outcome == Outcome::Failed || outcome == Outcome::NoSpace {
-            self.did_not_work(store);
-            // Whoever wants it would come back to it for ever.
-            let going = self.stores[store as usize].as_mut().map(|index| index.doom(&key));
-            self.go(store, going.unwrap_or(Going::Nothing));
+            self.did_not_work(store, Way::Up);
+            // Whoever wants it would come back to it for ever; and perhaps it can be read later.
+            let until = self.now_us.saturating_add(self.limits.pause_us);
+            if let Some(index) = &mut self.stores[store as usize] {
+                index.hide(&key, until);
+            }
         }
         if self.waiting.contains_key(&key) {
             self.want_read(key);
@@ -345,7 +357,7 @@ impl Tiers {
         let going = index.map_or(Going::Nothing, |index| index.end_write(&key, good));
         self.go(store, going);
         if good {
-            self.worked(store);
+            self.worked(store, Way::Down);
             self.probes[store as usize].note_written(&key);
             self.count_stored(store.tier(), key.part);
         } else {
@@ -357,11 +369,13 @@ impl Tiers {
 
     fn removed(&mut self, store: Store, key: ObjectKey, outcome: Outcome) {
         let good = matches!(outcome, Outcome::Done | Outcome::Missing);
-        if let Some(index) = &mut self.stores[store as usize] {
-            index.end_remove(&key, good);
-        }
+        let retry = self.now_us.saturating_add(self.limits.pause_us);
+        let index = self.stores[store as usize].as_mut();
+        let made_room = index.is_some_and(|index| index.end_remove(&key, good, retry));
+        self.counters[store.tier() as usize].evicted += u64::from(made_room);
         if !good {
             self.count_failure(store.tier(), outcome);
+            self.did_not_work(store, Way::Down);
         }
     }
 
@@ -371,9 +385,9 @@ impl Tiers {
         }
     }
 
-    fn worked(&mut self, store: Store) {
+    fn worked(&mut self, store: Store, way: Way) {
         if let Some(index) = &mut self.stores[store as usize] {
-            index.succeeded();
+            index.succeeded(way);
         }
     }
 
@@ -384,15 +398,15 @@ impl Tiers {
             Some(index) if outcome == Outcome::NoSpace && index.limits().owned => {
                 index.is_full(now, pause);
             }
-            _ => self.did_not_work(store),
+            _ => self.did_not_work(store, Way::Down),
         }
     }
 
     /// Counts a failure of a store, which is left alone after some.
-    fn did_not_work(&mut self, store: Store) {
+    fn did_not_work(&mut self, store: Store, way: Way) {
         let max = self.limits.failures_max;
         let Some(index) = &mut self.stores[store as usize] else { return };
-        if index.failed(self.now_us, self.limits.pause_us, max) {
+        if index.failed(way, self.now_us, self.limits.pause_us, max) {
             self.counters[store.tier() as usize].pauses += 1;
         }
     }
@@ -458,7 +472,9 @@ impl Tiers {
                 true
             }
             Room::After(going) => {
-                self.counters[store.tier() as usize].evicted += 1;
+                // Of others' objects nothing is removed: this one is only forgotten.
+                let is_gone = going == Going::Nothing;
+                self.counters[store.tier() as usize].evicted += u64::from(is_gone);
                 self.go(store, going);
                 true
             }
@@ -474,8 +490,12 @@ impl Tiers {
     /// Ends fetches and pins whose time is up, and pauses of stores that are over.
     pub fn handle_timeout(&mut self, now_us: u64) {
         self.now_us = self.now_us.max(now_us);
-        for index in self.stores.iter_mut().flatten() {
+        for store in Store::ALL {
+            let Some(index) = &mut self.stores[store as usize] else { continue };
             index.resume(self.now_us);
+            for going in index.retry(self.now_us) {
+                self.go(store, going);
+            }
         }
         self.end_late_fetches();
         self.end_pins();
@@ -521,6 +541,15 @@ impl Tiers {
         self.stores[store as usize].as_ref().is_some_and(Index::is_paused)
     }
 
+    /// Begins to remove the least recently used objects of a store that holds more than its limit,
+    /// at most so many: after a start with a lower one.
+    pub fn trim(&mut self, store: Store, most: usize) {
+        let index = self.stores[store as usize].as_mut();
+        for going in index.map(|index| index.trim(most)).unwrap_or_default() {
+            self.go(store, going);
+        }
+    }
+
     /// Removes up to `count` objects of a store that are in no motion, least recently used first;
     /// how many.
     pub fn evict(&mut self, store: Store, count: usize) -> usize {
@@ -533,6 +562,49 @@ impl Tiers {
             gone += 1;
         }
         gone
+    }
+
+    /// From now on notes which objects come and go, for [`Tiers::poll_change`]; in each tier at most
+    /// `most` of these notes wait, 0 for none.
+    pub fn report_changes(&mut self, most: usize) {
+        self.host.changes.follow(most);
+        for index in self.stores.iter_mut().flatten() {
+            index.changes.follow(most);
+        }
+    }
+
+    /// The next object that has come to a tier or left it since [`Tiers::report_changes`]; in order
+    /// as far as one tier is concerned. What is in motion has not come yet, and what is to go has
+    /// left. A store that is left alone keeps what it has, and [`Tiers::adopt`] is no news to its
+    /// caller, so neither is a change.
+    pub fn poll_change(&mut self) -> Option<(Tier, Change<ObjectKey>)> {
+        if let Some(change) = self.host.changes.poll() {
+            return Some((Tier::Host, change));
+        }
+        Store::ALL.into_iter().find_map(|store| {
+            let change = self.stores[store as usize].as_mut()?.changes.poll()?;
+            Some((store.tier(), change))
+        })
+    }
+
+    /// Changes that found no room to wait. When it has grown, whoever follows has to look at all
+    /// that it knows anew, with [`Tiers::is_in`].
+    #[must_use]
+    pub fn changes_lost(&self) -> u64 {
+        let stores = self.stores.iter().flatten().map(|index| index.changes.lost());
+        self.host.changes.lost() + stores.sum::<u64>()
+    }
+
+    /// Whether a tier has an object, complete and not about to go; also while the tier is left
+    /// alone.
+    #[must_use]
+    pub fn is_in(&self, tier: Tier, key: &ObjectKey) -> bool {
+        let store = match tier {
+            Tier::Host => return self.in_host(key),
+            Tier::Disk => Store::Disk,
+            Tier::Remote => Store::Remote,
+        };
+        self.stores[store as usize].as_ref().is_some_and(|index| index.has(key))
     }
 
     /// Counters of a tier.

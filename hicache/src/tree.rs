@@ -1,5 +1,6 @@
 //! Lookup, insertion, leases and eviction.
 
+use crate::change::{Change, ChangeLog};
 use crate::error::{InsertError, PinError};
 use crate::node::{Boundary, NodeId, Nodes, check_pool};
 use crate::order::SlotOrder;
@@ -112,6 +113,7 @@ pub struct PrefixTree {
     boundaries: usize,
     leases: BTreeMap<LeaseId, NodeId>,
     actions: VecDeque<Action>,
+    changes: ChangeLog<ChainHash>,
     counters: Counters,
 }
 
@@ -127,6 +129,7 @@ impl PrefixTree {
             boundaries: 0,
             leases: BTreeMap::new(),
             actions: VecDeque::new(),
+            changes: ChangeLog::default(),
             counters: Counters::default(),
         }
     }
@@ -211,6 +214,7 @@ impl PrefixTree {
         for (&hash, &block) in chain.iter().zip(blocks).skip(known) {
             let id = self.nodes.add(hash, end, block);
             self.actions.push_back(Action::Retain { owner: Owner::Tree(id.0), page: block });
+            self.changes.arrived(hash);
             end = Some(id);
         }
         let end = end.expect("a chain has at least one block");
@@ -338,6 +342,31 @@ impl PrefixTree {
     /// What is to be done next. The caller does all of it after each call that changes the tree.
     pub fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
+    }
+
+    /// From now on notes which blocks come and go, for [`PrefixTree::poll_change`]; at most `most`
+    /// of these notes wait, 0 for none.
+    pub fn report_changes(&mut self, most: usize) {
+        self.changes.follow(most);
+    }
+
+    /// The next block, by the hash of the prefix that it ends, that has come or gone since
+    /// [`PrefixTree::report_changes`], in order.
+    pub fn poll_change(&mut self) -> Option<Change<ChainHash>> {
+        self.changes.poll()
+    }
+
+    /// Changes that found no room to wait. When it has grown, whoever follows has to look at all
+    /// that it knows anew, with [`PrefixTree::contains`].
+    #[must_use]
+    pub const fn changes_lost(&self) -> u64 {
+        self.changes.lost()
+    }
+
+    /// Whether the block that ends the prefix with this hash is here; not a use of it.
+    #[must_use]
+    pub fn contains(&self, hash: &ChainHash) -> bool {
+        self.nodes.find(hash).is_some()
     }
 
     /// Nodes, that is, block pages held.
@@ -493,6 +522,7 @@ impl PrefixTree {
             self.release_boundary(id, boundary);
         }
         self.actions.push_back(Action::Release { owner: Owner::Tree(id.0), page: node.block });
+        self.changes.left(node.hash);
         self.counters.blocks_evicted += 1;
         node.parent
     }

@@ -171,6 +171,10 @@ pub struct ServeArgs {
     /// variables [default: none].
     #[arg(long, value_name = "URL")]
     pub hicache_object_store: Option<crate::net::ObjectUrl>,
+    /// Tell cache-aware routers which blocks are here, as vLLM and SGLang do: JSON with publisher,
+    /// endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic [default: do not].
+    #[arg(long, value_name = "JSON")]
+    pub kv_events_config: Option<crate::net::kv_events::KvEventsConfig>,
     /// Memory for pages of each worker, MiB [default: a quarter of the machine's, at most 1024].
     #[arg(long)]
     pub kv_memory_mib: Option<u64>,
@@ -367,6 +371,9 @@ pub enum ConfigError {
         /// MiB that the machine can still give.
         free: u64,
     },
+    /// Events without anything that could come or go.
+    #[error("--kv-events-config: without prefixes there are no events, see --disable-radix-cache")]
+    EventsWithoutPrefixes,
     /// A store needs buffers in host memory.
     #[error(
         "{0} needs the host tier: it can't go with --disable-radix-cache or --enable-hierarchical-cache=false"
@@ -426,6 +433,12 @@ pub fn is_local(address: &str) -> bool {
 }
 
 impl ServeArgs {
+    /// Whether routers are to be told what is in the cache.
+    #[must_use]
+    pub fn publishes_events(&self) -> bool {
+        self.kv_events_config.as_ref().is_some_and(|config| config.enabled)
+    }
+
     /// Checks what can be checked without the model.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let mode = self.disaggregation_mode;
@@ -434,6 +447,9 @@ impl ServeArgs {
         }
         if mode != Mode::Decode && !self.disaggregation_bootstrap.is_empty() {
             return Err(ConfigError::BootstrapUnused(mode.name()));
+        }
+        if self.disable_radix_cache && self.publishes_events() {
+            return Err(ConfigError::EventsWithoutPrefixes);
         }
         for address in &self.disaggregation_bootstrap {
             let port = address.rsplit_once(':').filter(|(host, _)| !host.is_empty());
@@ -488,6 +504,11 @@ mod tests {
             (&["--chunked-prefill-size", "0"], "0"),
             (&["--port", "70000"], "70000"),
             (&["--threads", "0"], "0"),
+            (&["--kv-events-config", r#"{"hwm":0}"#], "hwm: a number of 1"),
+            (
+                &["--disable-radix-cache", "--kv-events-config", r#"{"publisher":"zmq"}"#],
+                "--disable-radix-cache",
+            ),
         ] {
             let error = parse(args).expect_err(says);
             assert!(error.contains(says), "{args:?}: {error}");

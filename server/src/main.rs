@@ -7,7 +7,7 @@ use dsv4_server::clock::wall_time;
 use dsv4_server::config::{CacheCommand, Cli, Command, ConfigError, Mode, RouterArgs, ServeArgs};
 use dsv4_server::engine::{Engine, Health};
 use dsv4_server::http::{self, HEADER_TIMEOUT, HttpConfig};
-use dsv4_server::node::{Node, NodeEngine};
+use dsv4_server::node::{Node, NodeEngine, Published};
 use dsv4_server::router::{self, RouterConfig};
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -125,6 +125,9 @@ fn run_worker(args: &ServeArgs) -> anyhow::Result<()> {
     if let Some(bootstrap) = node.bootstrap() {
         say(&format!("decode workers connect to {bootstrap}"));
     }
+    if let Some(line) = node.published().and_then(told) {
+        say(&line);
+    }
     if args.disaggregation_mode != Mode::Prefill {
         say(&format!(
             "try: curl http://{address}/v1/chat/completions -H 'content-type: application/json' \
@@ -152,6 +155,17 @@ fn run_worker(args: &ServeArgs) -> anyhow::Result<()> {
     node.shutdown();
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Where routers hear what is in the cache.
+fn told(published: Published) -> Option<String> {
+    let Published { events, replay } = published;
+    let events = events.map(|address| format!("KV events are published on tcp://{address}"));
+    let replay = replay.map(|address| format!("missed KV events are replayed on tcp://{address}"));
+    match (events, replay) {
+        (Some(events), Some(replay)) => Some(format!("{events}, {replay}")),
+        (one, other) => one.or(other),
+    }
 }
 
 /// Says where the worker serves, and that it is ready once it is.

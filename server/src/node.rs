@@ -14,6 +14,8 @@ use crate::glue::handoff::PageVerifier;
 use crate::glue::mover::Reports;
 use crate::glue::pools::{POOLS, PageCounts, Pools};
 use crate::glue::regions::PoolRegion;
+use crate::net::kv_events::{Outlet, Publisher};
+use crate::worker::events::publishes;
 use crate::worker::{
     Inbox, Link, Role, SPARE_PAGES, Shared, Worker, WorkerConfig, WorkerMsg, spawn,
 };
@@ -33,6 +35,7 @@ use pd_transfer::tcp::Tcp;
 use pd_transfer::transport::{RegionOwner, TransportFactory};
 use pd_transfer::ucx::{self, Ucx};
 use pd_transfer::wire::{Incarnation, Limits, Role as LinkRole};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -245,7 +248,23 @@ pub struct Node {
     tokenizer: Arc<Tokenizer>,
     threads: Vec<JoinHandle<()>>,
     bootstrap: Option<String>,
+    events: Option<Published>,
     summary: String,
+}
+
+/// Where KV events are published.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Published {
+    /// Where subscribers connect; none if the publisher connects to one that listens.
+    pub events: Option<SocketAddr>,
+    /// Where batches that were missed can be asked for.
+    pub replay: Option<SocketAddr>,
+}
+
+impl Published {
+    fn of(publisher: &Publisher) -> Self {
+        Self { events: publisher.address(), replay: publisher.replay_address() }
+    }
 }
 
 /// The checkpoint that was asked for, or the default one, seen from the current folder or from the
@@ -309,6 +328,8 @@ impl Node {
     pub fn start_with(args: &ServeArgs, options: &NodeOptions) -> anyhow::Result<Self> {
         Self::check(args)?;
         probe_bootstrap(args)?;
+        let publisher = publisher_of(args)?;
+        let events = publisher.as_ref().map(Published::of);
         let path = model_path(args);
         let threads = args.threads.map(usize::from).unwrap_or_else(|| {
             std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
@@ -340,7 +361,13 @@ impl Node {
             workers: Vec::new(),
             threads: Vec::new(),
             bootstrap: None,
+            outlet: None,
         };
+        if let Some(publisher) = publisher {
+            let (outlet, thread) = publisher.start().context("start the thread of KV events")?;
+            node.outlet = Some(outlet);
+            node.threads.push(thread);
+        }
         match args.disaggregation_mode {
             Mode::Null => node.add_unified()?,
             Mode::Both => node.add_pair()?,
@@ -362,6 +389,7 @@ impl Node {
             tokenizer: Arc::new(tokenizer),
             threads: node.threads,
             bootstrap: node.bootstrap,
+            events,
             summary,
         })
     }
@@ -382,6 +410,12 @@ impl Node {
     #[must_use]
     pub fn bootstrap(&self) -> Option<&str> {
         self.bootstrap.as_deref()
+    }
+
+    /// Where KV events are published, if they are.
+    #[must_use]
+    pub const fn published(&self) -> Option<Published> {
+        self.events
     }
 
     /// One line about how the process runs.
@@ -459,6 +493,14 @@ struct Assembly<'a> {
     workers: Vec<WorkerHandle>,
     threads: Vec<JoinHandle<()>>,
     bootstrap: Option<String>,
+    /// For the worker that publishes KV events.
+    outlet: Option<Outlet>,
+}
+
+/// Binds the endpoints of KV events, if there are to be any.
+fn publisher_of(args: &ServeArgs) -> anyhow::Result<Option<Publisher>> {
+    let config = args.kv_events_config.clone().filter(|config| config.enabled);
+    Ok(config.map(Publisher::bind).transpose()?)
 }
 
 /// Finds out before the model is loaded whether the bootstrap port can be had.
@@ -603,6 +645,11 @@ impl Assembly<'_> {
 
     fn launch(&mut self, mut draft: Draft) -> anyhow::Result<()> {
         let name = draft.role.name();
+        if publishes(draft.role, self.args.disaggregation_mode != Mode::Both)
+            && let Some(outlet) = self.outlet.take()
+        {
+            draft.worker.publish_events(outlet);
+        }
         if !draft.drivers.is_empty() {
             draft.worker.attach(Link {
                 drivers: draft.drivers.iter().map(|(_, driver)| driver.clone()).collect(),

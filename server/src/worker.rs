@@ -2,6 +2,7 @@
 //! model. It hears from clients and from the hand-off through one channel.
 
 pub mod cache;
+pub mod events;
 pub mod faults;
 mod pages;
 mod prefix;
@@ -15,10 +16,12 @@ use crate::engine::{Event, FailureKind, Flushed, GenerateRequest};
 use crate::glue::handoff::PageVerifier;
 use crate::glue::mover::Report;
 use crate::glue::pools::{POOLS, Pools};
+use crate::net::kv_events::EventNumbers;
 use crate::scheduler::{Limits, PageNeed, Scheduler, SeqId};
 use cache::{Cache, CacheNumbers, CacheParts};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use dsv4_model::{Model, StepOutput, Workspace};
+use events::KvEvents;
 use faults::{FaultEvent, Faults};
 use kv_pool::{Fingerprint, PoolKind};
 pub use pages::need;
@@ -149,6 +152,8 @@ pub struct Snapshot {
     pub prefixes: hicache::Counters,
     /// The cache below the device, if there is one.
     pub cache: Option<CacheNumbers>,
+    /// What routers were told, if they are told anything.
+    pub events: Option<EventNumbers>,
     /// Tokens generated here.
     pub generation_tokens: u64,
     /// Prompts that arrived verified from a prefill worker.
@@ -242,6 +247,7 @@ pub struct Worker {
     pools: Pools,
     prefixes: Prefixes,
     cache: Option<Cache>,
+    events: Option<KvEvents>,
     scheduler: Scheduler,
     sequences: BTreeMap<SeqId, Sequence>,
     attempts: BTreeMap<AttemptId, SeqId>,
@@ -298,6 +304,7 @@ impl Worker {
             pools,
             prefixes,
             cache: None,
+            events: None,
             scheduler,
             sequences: BTreeMap::new(),
             attempts: BTreeMap::new(),
@@ -336,10 +343,12 @@ impl Worker {
         while let Flow::Go = self.listen() {
             self.tend_cache();
             self.admit();
+            self.tell_events();
             // A step may take seconds; whoever asks meanwhile must see that the worker is busy.
             self.publish();
             if self.scheduler.has_work() {
                 self.step();
+                self.tell_events();
                 self.publish();
             }
         }
@@ -379,6 +388,7 @@ impl Worker {
             WorkerMsg::Flush { stores, done } => {
                 // Who asked may have gone.
                 let _ = done.send(self.flush(stores));
+                self.tell_flushed();
             }
             WorkerMsg::Stop => {}
         }
@@ -548,6 +558,7 @@ impl Worker {
         }
         n.prefixes = self.prefixes.counters();
         n.cache = self.cache.as_ref().map(Cache::numbers);
+        n.events = self.events.as_ref().map(KvEvents::numbers);
         n.peers =
             self.peers.iter().map(|((driver, _), peer)| (peer.address.clone(), *driver)).collect();
         *self.shared.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = n.clone();

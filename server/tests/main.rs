@@ -12,8 +12,12 @@ mod conformance;
 mod e2e;
 #[path = "main/fake.rs"]
 mod fake;
+#[path = "main/golden.rs"]
+mod golden;
 #[path = "main/http.rs"]
 mod http;
+#[path = "main/kv_events.rs"]
+mod kv_events;
 #[path = "main/moto.rs"]
 mod moto;
 #[path = "main/objects.rs"]

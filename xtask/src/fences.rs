@@ -14,13 +14,14 @@ pub(crate) const CORES: [&str; 3] = ["hicache", "kv-pool", "pd-transfer"];
 const NOTE: &str = "docs/decisions/0007-dependencies.md";
 
 /// External crates that only these members may depend on (development dependencies apart).
-const EXTERNAL: [(&str, &[&str]); 9] = [
+const EXTERNAL: [(&str, &[&str]); 10] = [
     ("anyhow", &["server", "xtask"]),
     ("axum", &["server"]),
     ("clap", &["pd-transfer", "server", "xtask"]),
     ("hyper", &["server"]),
     ("object_store", &["server"]),
     ("reqwest", &["server"]),
+    ("rmp", &["server"]),
     ("rustls", &["server"]),
     ("serde_json", &["dsv4-model", "server", "xtask"]),
     ("tokio", &["server"]),

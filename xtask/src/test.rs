@@ -23,8 +23,8 @@ pub(crate) const LOOM: &str = "loom/Cargo.toml";
 const SEED: &str = "DSV4_TEST_SEED";
 /// Requests of the simulation with every fault on, for the nightly run.
 const REQUESTS: &str = "DSV4_SIM_REQUESTS";
-/// Tests that call the server through the `openai` Python package have this in their name.
-const PYTHON_TESTS: &str = "openai_client";
+/// Tests that call the server through a Python package have this in their name.
+const PYTHON_TESTS: &str = "python_";
 
 /// Which program runs the tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,11 +146,11 @@ fn watch(command: &mut Command, stream: Watch, tally: &mut Tally) -> Result<()> 
     Ok(())
 }
 
-/// The interpreter for tests through the Python client; in CI it must be there.
+/// The interpreter for tests through Python clients; in CI it must be there.
 fn interpreter() -> Result<Option<String>> {
     match python::ensure() {
         Ok(path) => Ok(Some(path.to_string_lossy().into_owned())),
-        Err(error) if sh::is_ci() => Err(error.context("the Python client is required in CI")),
+        Err(error) if sh::is_ci() => Err(error.context("the Python clients are required in CI")),
         Err(error) => {
             println!("tests named {PYTHON_TESTS} are left out: {error:#}");
             Ok(None)

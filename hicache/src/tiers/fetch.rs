@@ -1,6 +1,7 @@
 //! Fetches: objects on their way to device pages.
 
 use super::host::State;
+use super::index::Way;
 use super::types::{Action, FetchEnd, FetchError, FetchId, Move, Outcome, Tier};
 use super::{Slot, Tiers};
 use crate::object::ObjectKey;
@@ -190,8 +191,27 @@ impl Tiers {
             .map(|(fetch, _)| *fetch)
             .collect();
         for fetch in late {
+            self.blame_stores(fetch);
             self.cancel(fetch);
             self.actions.push_back(Action::Fetched { fetch, end: FetchEnd::TimedOut });
+        }
+    }
+
+    /// A fetch is late: the stores that it waits for did not do what they should.
+    fn blame_stores(&mut self, fetch: FetchId) {
+        let Some(entry) = self.fetches.get(&fetch) else { return };
+        let mut slow = BTreeSet::new();
+        for (motion, what) in &self.motions {
+            if let Move::Read { store, key, .. } = what
+                && entry.waiting.contains(key)
+            {
+                self.late_reads.insert(*motion);
+                slow.insert(*store);
+            }
+        }
+        for store in slow {
+            self.counters[store.tier() as usize].late += 1;
+            self.did_not_work(store, Way::Up);
         }
     }
 

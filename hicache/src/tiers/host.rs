@@ -1,6 +1,7 @@
 //! Which slot of host memory holds which object.
 
 use super::types::{Slot, Store};
+use crate::change::ChangeLog;
 use crate::object::{ObjectKey, Part};
 use crate::order::SlotOrder;
 use alloc::collections::BTreeMap;
@@ -56,11 +57,17 @@ impl Slots {
 pub(super) struct Host {
     by_key: BTreeMap<ObjectKey, Slot>,
     slots: [Slots; 2],
+    /// What can be loaded, and can no longer.
+    pub(super) changes: ChangeLog<ObjectKey>,
 }
 
 impl Host {
     pub(super) fn new(blocks: u32, boundaries: u32) -> Self {
-        Self { by_key: BTreeMap::new(), slots: [Slots::new(blocks), Slots::new(boundaries)] }
+        Self {
+            by_key: BTreeMap::new(),
+            slots: [Slots::new(blocks), Slots::new(boundaries)],
+            changes: ChangeLog::default(),
+        }
     }
 
     /// Slot and state of an object.
@@ -99,6 +106,7 @@ impl Host {
         };
         if let Some(gone) = &gone {
             self.by_key.remove(gone);
+            self.changes.left(*gone);
         }
         let state = State::Filling;
         let entry = Entry { key, state, origin, motions: 1, is_doomed: false, is_pinned };
@@ -114,6 +122,10 @@ impl Host {
         assert_eq!(entry.state, State::Filling, "{slot:?} was filled before");
         if good {
             entry.state = State::Ready;
+            let (key, is_doomed) = (entry.key, entry.is_doomed);
+            if !is_doomed {
+                self.changes.arrived(key);
+            }
         } else {
             self.doom(slot);
         }
@@ -187,8 +199,11 @@ impl Host {
         if core::mem::replace(&mut entry.is_doomed, true) {
             return;
         }
-        let (key, motions) = (entry.key, entry.motions);
+        let (key, motions, state) = (entry.key, entry.motions, entry.state);
         self.by_key.remove(&key);
+        if state == State::Ready {
+            self.changes.left(key);
+        }
         if motions == 0 {
             let slots = &mut self.slots[slot.part.position()];
             slots.idle.remove(slot.index.into());

@@ -1,9 +1,10 @@
 //! What a store holds, as far as is known here.
 
 use super::types::{StoreLimits, TierUse};
+use crate::change::ChangeLog;
 use crate::object::{ObjectKey, Part};
 use crate::order::SlotOrder;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec::Vec;
 use kv_pool::EvictionOrder;
 
@@ -17,9 +18,11 @@ enum State {
     Present,
     /// Not to be found any more; to be removed when the last read has ended.
     Doomed,
+    /// There, and not to be found for a while: it could not be read.
+    Hidden,
     /// Being removed.
     Removing,
-    /// It could not be removed: its bytes count, and nobody uses it.
+    /// It could not be removed: its bytes count, and nobody uses it until that is tried again.
     Stuck,
 }
 
@@ -28,6 +31,15 @@ struct Entry {
     key: ObjectKey,
     state: State,
     reads: u32,
+    /// It is removed to make room, and may stay if that fails.
+    for_room: bool,
+}
+
+/// What a store does: reads and probes, or writes and removals. Each can fail by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    Up,
+    Down,
 }
 
 /// What is to be done about an object that is to go.
@@ -67,10 +79,18 @@ pub(super) struct Index {
     /// Motions under way.
     pub(super) reading: usize,
     pub(super) writing: usize,
-    failures: u32,
+    /// Failures in a row, for each [`Way`].
+    failures: [u32; 2],
     paused_until: Option<u64>,
+    /// What could not be removed, and when that is tried again.
+    stuck: Vec<u32>,
+    retry_at: Option<u64>,
+    /// What could not be read, each with the time when it may be found again.
+    hidden: VecDeque<(u64, u32)>,
     /// What the store turned out to have room for, in bytes, and until when that is believed.
     found_full: Option<(u64, u64)>,
+    /// What can be read, and can no longer; not what was adopted.
+    pub(super) changes: ChangeLog<ObjectKey>,
 }
 
 impl Index {
@@ -86,9 +106,13 @@ impl Index {
             removing: 0,
             reading: 0,
             writing: 0,
-            failures: 0,
+            failures: [0; 2],
             paused_until: None,
+            stuck: Vec::new(),
+            retry_at: None,
+            hidden: VecDeque::new(),
             found_full: None,
+            changes: ChangeLog::default(),
         }
     }
 
@@ -120,7 +144,7 @@ impl Index {
     }
 
     fn add(&mut self, key: ObjectKey, state: State) -> u32 {
-        let entry = Entry { key, state, reads: 0 };
+        let entry = Entry { key, state, reads: 0, for_room: false };
         let id = match self.free.pop() {
             Some(id) => {
                 self.entries[id as usize] = entry;
@@ -139,6 +163,9 @@ impl Index {
 
     fn forget(&mut self, id: u32) {
         let entry = self.entries[id as usize];
+        if entry.state == State::Present {
+            self.changes.left(entry.key);
+        }
         self.ids.remove(&entry.key);
         self.idle.remove(id.into());
         self.free.push(id);
@@ -147,7 +174,14 @@ impl Index {
     }
 
     fn set(&mut self, id: u32, state: State) {
+        let Entry { key, state: before, .. } = self.entries[id as usize];
         self.entries[id as usize].state = state;
+        match (before, state) {
+            (State::Present, State::Present) => {}
+            (_, State::Present) => self.changes.arrived(key),
+            (State::Present, _) => self.changes.left(key),
+            _ => {}
+        }
     }
 
     /// An object was found in the store; false if there is no room for it in the index.
@@ -161,6 +195,13 @@ impl Index {
         let id = self.add(key, State::Present);
         self.idle.insert(id.into());
         true
+    }
+
+    /// An object was found that others have written.
+    pub(super) fn find_new(&mut self, key: ObjectKey) {
+        if !self.knows(&key) && self.adopt(key) {
+            self.changes.arrived(key);
+        }
     }
 
     /// Whether an object of a part could be added, and what has to go for it.
@@ -179,7 +220,10 @@ impl Index {
             return Room::Later;
         }
         match self.idle.pop_victim() {
-            Some(id) => Room::After(self.let_go(id as u32)),
+            Some(id) => {
+                self.entries[id as usize].for_room = true;
+                Room::After(self.let_go(id as u32))
+            }
             None if self.reading + self.writing > 0 => Room::Later,
             None => Room::Never,
         }
@@ -200,7 +244,7 @@ impl Index {
     /// The bytes of an object are not what they should be, or it is to go for another reason.
     pub(super) fn doom(&mut self, key: &ObjectKey) -> Going {
         match self.find(key) {
-            Some((id, entry)) if entry.state == State::Present => {
+            Some((id, entry)) if matches!(entry.state, State::Present | State::Hidden) => {
                 if entry.reads == 0 {
                     return self.let_go(id);
                 }
@@ -208,6 +252,31 @@ impl Index {
                 Going::Nothing
             }
             _ => Going::Nothing,
+        }
+    }
+
+    /// An object could not be read: it is not found before `until_us`.
+    pub(super) fn hide(&mut self, key: &ObjectKey, until_us: u64) {
+        let Some((id, entry)) = self.find(key) else { return };
+        if entry.state == State::Present {
+            self.idle.remove(id.into());
+            self.set(id, State::Hidden);
+            self.hidden.push_back((until_us, id));
+        }
+    }
+
+    /// What was hidden for long enough can be found again.
+    fn unhide(&mut self, now_us: u64) {
+        while let Some(&(_, id)) = self.hidden.front().filter(|(until, _)| *until <= now_us) {
+            self.hidden.pop_front();
+            // It may have gone meanwhile, and something else have its number.
+            let Entry { state, reads, .. } = self.entries[id as usize];
+            if state == State::Hidden {
+                self.set(id, State::Present);
+                if reads == 0 {
+                    self.idle.insert(id.into());
+                }
+            }
         }
     }
 
@@ -257,7 +326,7 @@ impl Index {
                 self.set(id, State::Present);
                 self.idle.insert(id.into());
             }
-            State::Present | State::Doomed | State::Removing | State::Stuck => {
+            State::Present | State::Hidden | State::Doomed | State::Removing | State::Stuck => {
                 panic!("{key} was written before")
             }
         }
@@ -267,20 +336,67 @@ impl Index {
     /// Nothing of what is being written or read now is to be found afterwards. What is idle is for
     /// [`Index::pop_idle`].
     pub(super) fn want_empty(&mut self) {
-        for id in self.ids.values() {
-            let entry = &mut self.entries[*id as usize];
-            entry.state = match entry.state {
-                State::Writing => State::Unwanted,
-                State::Present if entry.reads > 0 => State::Doomed,
-                state => state,
-            };
+        let all: Vec<u32> = self.ids.values().copied().collect();
+        for id in all {
+            let Entry { state, reads, .. } = self.entries[id as usize];
+            match state {
+                State::Writing => self.set(id, State::Unwanted),
+                State::Present | State::Hidden if reads > 0 => self.set(id, State::Doomed),
+                State::Hidden => self.get_stuck(id, 0),
+                _ => {}
+            }
         }
+        // What could not be removed before is tried again.
+        self.retry_at = self.retry_at.map(|_| 0);
     }
 
-    pub(super) fn end_remove(&mut self, key: &ObjectKey, good: bool) {
+    /// The removal of an object is to be tried (again) at a time.
+    fn get_stuck(&mut self, id: u32, at_us: u64) {
+        self.set(id, State::Stuck);
+        self.stuck.push(id);
+        self.retry_at = Some(self.retry_at.map_or(at_us, |at| at.min(at_us)));
+    }
+
+    /// A removal has ended; whether it has made room. One that failed is tried again at
+    /// `retry_us`, unless the object was only in the way.
+    pub(super) fn end_remove(&mut self, key: &ObjectKey, good: bool, retry_us: u64) -> bool {
         self.removing -= 1;
-        let (id, _) = self.find(key).expect("it stays while it is removed");
-        if good { self.forget(id) } else { self.set(id, State::Stuck) }
+        let (id, entry) = self.find(key).expect("it stays while it is removed");
+        self.entries[id as usize].for_room = false;
+        match (good, entry.for_room) {
+            (true, _) => self.forget(id),
+            (false, true) => {
+                self.set(id, State::Present);
+                self.idle.insert(id.into());
+            }
+            (false, false) => self.get_stuck(id, retry_us),
+        }
+        good && entry.for_room
+    }
+
+    /// What is to be removed once more, if its time has come.
+    pub(super) fn retry(&mut self, now_us: u64) -> Vec<Going> {
+        if self.retry_at.is_none_or(|at| at > now_us) {
+            return Vec::new();
+        }
+        self.retry_at = None;
+        core::mem::take(&mut self.stuck).into_iter().map(|id| self.let_go(id)).collect()
+    }
+
+    /// The least recently used objects that are too many, at most so many.
+    pub(super) fn trim(&mut self, most: usize) -> Vec<Going> {
+        let max = self.limits.bytes_max.unwrap_or(u64::MAX);
+        let (mut bytes, mut gone) = (self.used.bytes, Vec::new());
+        while bytes > max
+            && gone.len() < most
+            && let Some(id) = self.idle.pop_victim()
+        {
+            let id = id as u32;
+            bytes -= self.bytes_of(self.entries[id as usize].key.part);
+            self.entries[id as usize].for_room = true;
+            gone.push(self.let_go(id));
+        }
+        gone
     }
 
     /// Notes a use.
@@ -309,7 +425,10 @@ impl Index {
 
     /// When a pause, or the belief that the store is full, ends.
     pub(super) fn due(&self) -> Option<u64> {
-        self.paused_until.into_iter().chain(self.found_full.map(|(_, until)| until)).min()
+        let full = self.found_full.map(|(_, until)| until);
+        let hidden = self.hidden.front().map(|(until, _)| *until);
+        let ends = [self.paused_until, full, hidden, self.retry_at];
+        ends.into_iter().flatten().min()
     }
 
     /// Ends a pause whose time has come. The next failure begins another one.
@@ -320,16 +439,18 @@ impl Index {
         if self.paused_until.is_some_and(|until| until <= now_us) {
             self.paused_until = None;
         }
+        self.unhide(now_us);
     }
 
-    pub(super) fn succeeded(&mut self) {
-        self.failures = 0;
+    pub(super) fn succeeded(&mut self, way: Way) {
+        self.failures[way as usize] = 0;
     }
 
     /// Counts a failure; true if a pause begins by it.
-    pub(super) fn failed(&mut self, now_us: u64, pause_us: u64, failures_max: u32) -> bool {
-        self.failures = (self.failures + 1).min(failures_max);
-        if self.failures < failures_max || self.is_paused() {
+    pub(super) fn failed(&mut self, way: Way, now_us: u64, pause_us: u64, max: u32) -> bool {
+        let failures = &mut self.failures[way as usize];
+        *failures = (*failures + 1).min(max);
+        if *failures < max || self.is_paused() {
             return false;
         }
         self.paused_until = Some(now_us.saturating_add(pause_us));

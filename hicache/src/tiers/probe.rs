@@ -1,7 +1,7 @@
 //! Looking for what others have put into a store since its index was made.
 
 use super::Tiers;
-use super::index::Index;
+use super::index::{Index, Way};
 use super::types::{Move, Outcome, Store};
 use crate::object::ObjectKey;
 use alloc::collections::{BTreeSet, VecDeque};
@@ -116,17 +116,18 @@ impl Tiers {
         let counters = &mut self.counters[store.tier() as usize];
         counters.probes += 1;
         match outcome {
+            // That a store answers such a question says little of how it reads.
             Outcome::Done => {
                 counters.probes_found += 1;
-                self.worked(store);
-                if !is_wrong {
-                    self.adopt(store, key);
+                let index = self.stores[store as usize].as_mut();
+                if let Some(index) = index.filter(|_| !is_wrong) {
+                    index.find_new(key);
                 }
             }
-            Outcome::Missing => self.worked(store),
+            Outcome::Missing => {}
             Outcome::Mismatch | Outcome::NoSpace | Outcome::Failed => {
                 counters.failures += 1;
-                self.did_not_work(store);
+                self.did_not_work(store, Way::Up);
             }
         }
     }

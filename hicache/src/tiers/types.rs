@@ -301,6 +301,8 @@ pub struct TierCounters {
     pub missing: u64,
     /// Motions that failed in another way.
     pub failures: u64,
+    /// Fetches that ended late because of reads here.
+    pub late: u64,
     /// Times that the tier was left alone after failures.
     pub pauses: u64,
     /// Objects that were to be pinned here and were not, for want of room.

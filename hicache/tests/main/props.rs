@@ -1,10 +1,10 @@
 //! Random traffic against a flat oracle.
 
 use crate::common::{Books, Fresh, chain, keeper, tree};
-use hicache::{Boundary, Hit, LeaseId, PrefixTree};
-use kv_pool::PageRef;
+use hicache::{Boundary, Change, Hit, LeaseId, PrefixTree};
+use kv_pool::{ChainHash, PageRef};
 use proptest::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 const BLOCKS: usize = 7;
 const BOUNDARIES: usize = 3;
@@ -263,6 +263,21 @@ fn compare(tree: &PrefixTree, oracle: &Oracle) {
     }
 }
 
+/// Blocks that are there, by the changes that were reported; what is behind another came after it.
+fn follow(tree: &mut PrefixTree, oracle: &Oracle, mirror: &mut BTreeSet<ChainHash>) {
+    while let Some(change) = tree.poll_change() {
+        match change {
+            Change::Arrived(hash) => assert!(mirror.insert(hash), "{hash:?} came twice"),
+            Change::Left(hash) => assert!(mirror.remove(&hash), "{hash:?} left twice"),
+        }
+    }
+    let end_of = |path: &Path| chain(path)[path.len() - 1];
+    let there: BTreeSet<ChainHash> = oracle.entries.keys().map(end_of).collect();
+    assert_eq!(*mirror, there);
+    assert!(there.iter().all(|hash| tree.contains(hash)));
+    assert_eq!((tree.blocks(), tree.changes_lost()), (there.len(), 0));
+}
+
 /// Failures are printed with their input; no file is written.
 fn config() -> ProptestConfig {
     ProptestConfig { cases: 400, failure_persistence: None, ..Default::default() }
@@ -281,10 +296,13 @@ proptest! {
         let mut oracle = Oracle { keep_blocks, ..Oracle::default() };
         let mut fresh = Fresh::default();
         let mut books = Books::default();
+        let mut mirror = BTreeSet::new();
+        tree.report_changes(4 * BLOCKS);
         for act in &acts {
             step(&mut tree, &mut oracle, &mut fresh, act);
             books.settle(&mut tree);
             compare(&tree, &oracle);
+            follow(&mut tree, &oracle, &mut mirror);
         }
         for lease in 0..5 {
             tree.unpin(LeaseId(lease));

@@ -5,7 +5,7 @@ use hicache::tiers::{
     Action, FetchEnd, FetchId, Limits, MotionId, Move, Outcome, Slot, Store, StoreLimits, Tier,
     Tiers, WritePolicy, objects_of,
 };
-use hicache::{ObjectKey, Part};
+use hicache::{Change, ObjectKey, Part};
 use kv_pool::ChainHash;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -89,6 +89,9 @@ struct World {
     pinned: BTreeMap<ObjectKey, u64>,
     /// What the disk really has room for.
     room: u64,
+    /// What is where, by the changes that were reported.
+    mirror: BTreeSet<(Tier, ObjectKey)>,
+    mirror_age: u64,
 }
 
 impl World {
@@ -122,9 +125,11 @@ impl World {
             failures_max: 3,
         };
         let room = if random.one_in(3) { 70 + random.below(60) as u64 } else { u64::MAX };
+        let mut tiers = Tiers::new(limits);
+        tiers.report_changes(1000);
         Self {
             random,
-            tiers: Tiers::new(limits),
+            tiers,
             limits,
             now: 0,
             chains: chains(),
@@ -141,6 +146,8 @@ impl World {
             probes_under_way: 0,
             pinned: BTreeMap::new(),
             room,
+            mirror: BTreeSet::new(),
+            mirror_age: 0,
         }
     }
 
@@ -221,6 +228,7 @@ impl World {
                 Action::Fetched { fetch, end } => self.fetched(fetch, end),
             }
         }
+        self.follow();
         // Nothing waits for a probe.
         assert!(
             self.motions.len() > self.probes_under_way || self.fetches.is_empty(),
@@ -279,6 +287,34 @@ impl World {
             let until = until.max(self.pinned.get(&key).copied().unwrap_or(0));
             self.pinned.insert(key, until);
             self.count("pinned");
+        }
+    }
+
+    /// What was told of comings and goings is what is there.
+    fn follow(&mut self) {
+        while let Some((tier, change)) = self.tiers.poll_change() {
+            match change {
+                Change::Arrived(key) => {
+                    assert!(self.mirror.insert((tier, key)), "{key} came to {tier} twice");
+                }
+                Change::Left(key) => {
+                    assert!(self.mirror.remove(&(tier, key)), "{key} left {tier} twice");
+                }
+            }
+        }
+        self.mirror_age += 1;
+        if !self.mirror_age.is_multiple_of(50) {
+            return;
+        }
+        let keys: BTreeSet<ObjectKey> = (self.chains.iter().flatten())
+            .flat_map(|hash| Part::ALL.map(|part| ObjectKey { chain: *hash, part }))
+            .collect();
+        let all = keys.into_iter().flat_map(|key| Tier::ALL.map(|tier| (tier, key)));
+        let there: BTreeSet<_> = all.filter(|(tier, key)| self.tiers.is_in(*tier, key)).collect();
+        assert_eq!(self.mirror, there);
+        assert_eq!(self.tiers.changes_lost(), 0);
+        for (tier, _) in there {
+            self.count(["in host", "in disk", "in remote"][tier as usize]);
         }
     }
 
@@ -603,6 +639,9 @@ fn random_traffic_with_faults_keeps_every_promise() {
         "pinned",
         "pin refused",
         "emptied",
+        "in host",
+        "in disk",
+        "in remote",
     ] {
         assert!(seen.get(what).copied().unwrap_or(0) > 100, "hardly ever: {what}; {seen:?}");
     }
@@ -804,6 +843,132 @@ fn emptied_store_keeps_nothing_of_what_was_under_way() {
     tiers.handle_done(4, write, Outcome::Done).expect("under way");
     tiers.flush_host();
     assert_eq!(tiers.holds(&key), Some(Tier::Disk));
+}
+
+#[test]
+fn changes_wait_up_to_their_bound_and_the_rest_is_counted() {
+    let mut tiers = tiers_of_others();
+    let save = |tiers: &mut Tiers, number| {
+        let (motion, _) = tiers.offer(0, key_of(number)).expect("a slot");
+        tiers.handle_done(0, motion, Outcome::Done).expect("under way");
+    };
+    save(&mut tiers, 1);
+    assert_eq!((tiers.poll_change(), tiers.changes_lost()), (None, 0), "nobody follows");
+    tiers.report_changes(2);
+    for number in 2..5 {
+        save(&mut tiers, number);
+    }
+    assert_eq!(tiers.changes_lost(), 1);
+    let told: Vec<_> = std::iter::from_fn(|| tiers.poll_change()).collect();
+    let came = |number| (Tier::Host, Change::Arrived(key_of(number)));
+    assert_eq!(told, [came(2), came(3)]);
+    assert!((1..5).all(|number| tiers.is_in(Tier::Host, &key_of(number))));
+    tiers.flush_host();
+    assert_eq!((std::iter::from_fn(|| tiers.poll_change()).count(), tiers.changes_lost()), (2, 3));
+}
+
+/// Reads the only object of the disk, and says how that ended.
+fn read_one(tiers: &mut Tiers, now: u64, outcome: Outcome) {
+    tiers.prefetch(now, [key_of(0)]);
+    let [(read, Move::Read { .. })] = begun(tiers)[..] else { panic!("it is read") };
+    tiers.handle_done(now, read, outcome).expect("under way");
+}
+
+/// Tiers whose disk has one object, and whose host has none.
+fn tiers_of_one() -> Tiers {
+    let mut limits = *full_tiers().limits();
+    limits.host_blocks = 4;
+    let mut tiers = Tiers::new(limits);
+    assert!(tiers.adopt(Store::Disk, key_of(0)));
+    tiers
+}
+
+#[test]
+fn object_that_could_not_be_read_stays_and_is_found_again_later() {
+    let mut tiers = tiers_of_one();
+    read_one(&mut tiers, 0, Outcome::Failed);
+    assert_eq!((begun(&mut tiers), tiers.holds(&key_of(0))), (vec![], None), "nothing is removed");
+    let due = tiers.poll_timeout().expect("it is found again some time");
+    tiers.handle_timeout(due);
+    assert_eq!(tiers.holds(&key_of(0)), Some(Tier::Disk));
+    // Wrong bytes are another thing.
+    read_one(&mut tiers, due, Outcome::Mismatch);
+    let gone = Move::Remove { store: Store::Disk, key: key_of(0) };
+    assert_eq!(begun(&mut tiers).iter().map(|(_, what)| *what).collect::<Vec<_>>(), [gone]);
+}
+
+#[test]
+fn removals_that_fail_are_tried_again_and_count_as_failures() {
+    let mut tiers = tiers_of_one();
+    read_one(&mut tiers, 0, Outcome::Mismatch);
+    let mut now = 0;
+    for round in 0..3 {
+        let [(removal, Move::Remove { key, .. })] = begun(&mut tiers)[..] else {
+            panic!("it is removed, round {round}")
+        };
+        tiers.handle_done(now, removal, Outcome::Failed).expect("under way");
+        assert_eq!(tiers.holds(&key), None, "wrong bytes are never found again");
+        now = tiers.poll_timeout().expect("it is tried again");
+        tiers.handle_timeout(now);
+    }
+    let disk = tiers.counters(Tier::Disk);
+    assert_eq!((disk.failures, disk.pauses, disk.evicted), (3, 1, 0), "{disk:?}");
+    let [(removal, _)] = begun(&mut tiers)[..] else { panic!("it is removed") };
+    tiers.handle_done(now, removal, Outcome::Done).expect("under way");
+    assert_eq!(tiers.used(Tier::Disk).map(|used| used.bytes), Some(0));
+}
+
+/// What was only in the way and could not be removed is as good as before.
+#[test]
+fn failed_eviction_leaves_the_object_and_pauses_the_store() {
+    let mut limits = *full_tiers().limits();
+    limits.disk = limits.disk.map(|disk| StoreLimits { bytes_max: Some(30), ..disk });
+    let mut tiers = Tiers::new(limits);
+    (0..3).for_each(|number| assert!(tiers.adopt(Store::Disk, key_of(number))));
+    let (save, _) = tiers.offer(0, key_of(9)).expect("a slot");
+    tiers.handle_done(0, save, Outcome::Done).expect("under way");
+    let mut failed = 0;
+    while let [(removal, Move::Remove { .. })] = begun(&mut tiers)[..] {
+        tiers.handle_done(1, removal, Outcome::Failed).expect("under way");
+        failed += 1;
+    }
+    let disk = tiers.counters(Tier::Disk);
+    assert_eq!((failed, disk.pauses, disk.evicted, disk.dropped), (3, 1, 0, 1), "{disk:?}");
+    tiers.handle_timeout(tiers.poll_timeout().expect("the pause ends"));
+    let there = (0..3).filter(|number| tiers.holds(&key_of(*number)) == Some(Tier::Disk));
+    assert_eq!(there.count(), 3, "all are still there");
+}
+
+#[test]
+fn store_that_is_too_slow_for_fetches_is_left_alone() {
+    let mut tiers = tiers_of_one();
+    let mut now = 0;
+    for round in 0..3 {
+        assert_eq!(tiers.holds(&key_of(0)), Some(Tier::Disk), "round {round}");
+        tiers.fetch(now, FetchId(round), &[key_of(0)], now + 100).expect("it can begin");
+        let [(read, Move::Read { .. })] = begun(&mut tiers)[..] else { panic!("it is read") };
+        now += 100;
+        tiers.handle_timeout(now);
+        let late = Action::Fetched { fetch: FetchId(round), end: FetchEnd::TimedOut };
+        assert_eq!(tiers.poll_action(), Some(late));
+        // It comes in the end, and has been forgotten by the host before somebody asks again.
+        tiers.handle_done(now + 50, read, Outcome::Done).expect("under way");
+        tiers.flush_host();
+    }
+    let disk = tiers.counters(Tier::Disk);
+    assert_eq!((disk.late, disk.pauses, tiers.holds(&key_of(0))), (3, 1, None), "{disk:?}");
+}
+
+#[test]
+fn store_that_holds_too_much_is_trimmed() {
+    let mut limits = *full_tiers().limits();
+    limits.disk = limits.disk.map(|disk| StoreLimits { bytes_max: Some(20), ..disk });
+    let mut tiers = Tiers::new(limits);
+    (0..5).for_each(|number| assert!(tiers.adopt(Store::Disk, key_of(number))));
+    tiers.trim(Store::Disk, 9);
+    let gone: Vec<Move> = begun(&mut tiers).into_iter().map(|(_, what)| what).collect();
+    let removed = [0, 1, 2].map(|number| Move::Remove { store: Store::Disk, key: key_of(number) });
+    assert_eq!(gone, removed, "those used longest ago");
 }
 
 /// A disk that others fill has less room than the tier may take: it goes on with what there is.

@@ -4,6 +4,7 @@ use super::WorkerHandle;
 use crate::engine::MetricKind::{Counter, Gauge};
 use crate::engine::{Metric, MetricKind, PoolView, TierView, WorkerView};
 use crate::glue::pools::POOLS;
+use crate::net::kv_events::EventNumbers;
 use crate::worker::cache::CacheNumbers;
 use crate::worker::{PoolNumbers, Snapshot};
 use hicache::Part;
@@ -93,6 +94,11 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
     }
     if let Some(cache) = &n.cache {
         cache_metrics(worker, cache, &mut all);
+    }
+    if let Some(events) = n.events {
+        for (name, kind, value, help) in event_numbers(events) {
+            all.push(of(worker, name, kind, value, help));
+        }
     }
     for (transport, driver) in &worker.drivers {
         for counter in driver.counters().all() {
@@ -207,6 +213,25 @@ fn tier_numbers(cache: &CacheNumbers, n: usize, used: &TierUse) -> [Plain; 13] {
             "Reads, writes and removals that a tier could not do",
         ),
         counter("dsv4:cache_pauses_total", c.pauses, "Times that a tier was left alone"),
+    ]
+}
+
+fn event_numbers(n: EventNumbers) -> [Plain; 4] {
+    [
+        ("dsv4:kv_events_published_total", Counter, n.published, "Batches of KV events published"),
+        (
+            "dsv4:kv_events_dropped_total",
+            Counter,
+            n.dropped,
+            "Batches of KV events that found no room to wait",
+        ),
+        (
+            "dsv4:kv_events_missed_total",
+            Counter,
+            n.missed,
+            "Batches of KV events that a slow subscriber did not get",
+        ),
+        ("dsv4:kv_events_subscribers", Gauge, n.subscribers, "Subscribers to KV events"),
     ]
 }
 

@@ -17,7 +17,7 @@ use hicache::tiers::{
     Action, FetchEnd, FetchId, MotionId, Move, Outcome, Store, Tier, TierCounters, TierUse, Tiers,
     WritePolicy, objects_of,
 };
-use hicache::{Boundary, ObjectKey};
+use hicache::{Boundary, Change, ObjectKey};
 use kv_pool::{BLOCK_TOKENS, Owner, PageRef, PageState, PoolKind, Proof};
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -152,6 +152,26 @@ impl Cache {
     pub(super) fn pause(&self) -> Option<Duration> {
         let due = self.tiers.poll_timeout().into_iter().chain(self.probing.due()).min()?;
         Some(Duration::from_micros(due.saturating_sub(self.now_us())))
+    }
+
+    /// See [`Tiers::report_changes`].
+    pub(super) fn report_changes(&mut self, most: usize) {
+        self.tiers.report_changes(most);
+    }
+
+    /// See [`Tiers::poll_change`].
+    pub(super) fn poll_change(&mut self) -> Option<(Tier, Change<ObjectKey>)> {
+        self.tiers.poll_change()
+    }
+
+    /// See [`Tiers::changes_lost`].
+    pub(super) fn changes_lost(&self) -> u64 {
+        self.tiers.changes_lost()
+    }
+
+    /// See [`Tiers::is_in`].
+    pub(super) fn is_in(&self, tier: Tier, key: &ObjectKey) -> bool {
+        self.tiers.is_in(tier, key)
     }
 
     /// Whether anything is under way or waits for its turn.
@@ -649,7 +669,9 @@ impl Worker {
         }
         let depth = loading.blocks.len();
         let chain = seq.chain[..depth].to_vec();
-        self.prefixes.adopt(&mut self.pools, &chain, &loading.blocks, loading.boundary.clone())
+        self.prefixes.adopt(&mut self.pools, &chain, &loading.blocks, loading.boundary.clone())?;
+        self.learn_blocks(id, depth);
+        Ok(())
     }
 
     /// Writes what is saved and not written, for a while.

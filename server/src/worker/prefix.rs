@@ -11,7 +11,7 @@ pub use crate::glue::objects::BOUNDARY_WINDOWS;
 use crate::glue::pools::{PoolError, Pools};
 use crate::scheduler::SeqId;
 use hicache::tiers::{Tiers, objects_of};
-use hicache::{Action, Boundary, Config, Hit, ObjectKey, PrefixTree};
+use hicache::{Action, Boundary, Change, Config, Hit, ObjectKey, PrefixTree};
 use kv_pool::{
     BLOCK_TOKENS, ChainHash, Fingerprint, Namespace, Owner, PageRef, PoolKind, WINDOW_PAGE_ROWS,
 };
@@ -82,6 +82,28 @@ impl Prefixes {
     /// Counted since start.
     pub(super) fn counters(&self) -> hicache::Counters {
         self.tree.as_ref().map(PrefixTree::counters).unwrap_or_default()
+    }
+
+    /// See [`PrefixTree::report_changes`].
+    pub(super) fn report_changes(&mut self, most: usize) {
+        if let Some(tree) = &mut self.tree {
+            tree.report_changes(most);
+        }
+    }
+
+    /// See [`PrefixTree::poll_change`].
+    pub(super) fn poll_change(&mut self) -> Option<Change<ChainHash>> {
+        self.tree.as_mut()?.poll_change()
+    }
+
+    /// See [`PrefixTree::changes_lost`].
+    pub(super) fn changes_lost(&self) -> u64 {
+        self.tree.as_ref().map_or(0, PrefixTree::changes_lost)
+    }
+
+    /// See [`PrefixTree::contains`].
+    pub(super) fn contains(&self, hash: &ChainHash) -> bool {
+        self.tree.as_ref().is_some_and(|tree| tree.contains(hash))
     }
 
     /// Where the computation of a prompt stops next.
@@ -350,6 +372,8 @@ impl Worker {
         let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };
         self.prefixes.keep(&mut self.pools, seq, false)?;
         self.pin_prefix(id);
+        let blocks = (seq.computed / BLOCK_TOKENS) as usize;
+        self.learn_blocks(id, blocks);
         self.save_prefix(id, false);
         Ok(())
     }
@@ -369,6 +393,8 @@ impl Worker {
         if !decoding {
             self.pin_prefix(id);
         }
+        let blocks = (seq.computed / BLOCK_TOKENS) as usize;
+        self.learn_blocks(id, blocks);
         // Of an output the boundary is saved when it has ended.
         self.save_prefix(id, !decoding);
         let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };

@@ -22,6 +22,8 @@ mod faulted;
 mod folder;
 #[path = "e2e/found.rs"]
 mod found;
+#[path = "e2e/kv_events.rs"]
+mod kv_events;
 #[path = "e2e/openai_client.rs"]
 mod openai_client;
 #[path = "e2e/prefix.rs"]

@@ -1,19 +1,36 @@
-//! The payloads of a hand-off from a peer that sends anything.
+//! What is read of peers that send anything: payloads of a hand-off, and what a subscriber says.
 
 use dsv4_model::sample::{Sampled, SamplingParams};
 use dsv4_server::engine::CacheKeep;
+use dsv4_server::glue::payload::{self, FirstToken, PrefillRequest};
 use dsv4_server::glue::payload::{FirstToken, PrefillRequest, fuzz_target};
+use dsv4_server::net::kv_events;
 use pd_transfer::wire::MAX_PAYLOAD_BYTES;
-use std::path::Path;
+use std::path::PathBuf;
 
-const CORPUS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/corpus/payload");
+const CORPORA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/corpus");
 const RUNS: u64 = 20_000;
 
 fn number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok()?.parse().ok()
 }
 
-fn seeds() -> [Vec<u8>; 3] {
+/// What reads bytes of others, and what those are when they are right.
+struct Target {
+    name: &'static str,
+    read: fn(&[u8]),
+    seeds: Vec<Vec<u8>>,
+}
+
+fn targets() -> [Target; 2] {
+    let said = ["SUB", "DEALER"].map(crate::kv_events::said_by);
+    [
+        Target { name: "payload", read: payload::fuzz_target, seeds: payloads().to_vec() },
+        Target { name: "zmtp", read: kv_events::fuzz_target, seeds: said.to_vec() },
+    ]
+}
+
+fn payloads() -> [Vec<u8>; 3] {
     let request = |sampling| PrefillRequest {
         id: "a".to_owned(),
         prompt: vec![1, 2, 3],
@@ -32,8 +49,12 @@ fn seeds() -> [Vec<u8>; 3] {
     [request(SamplingParams::greedy()).encode(), request(sampling).encode(), first.encode()]
 }
 
-fn corpus() -> Vec<Vec<u8>> {
-    let entries = std::fs::read_dir(CORPUS).expect("the corpus is there");
+fn folder(name: &str) -> PathBuf {
+    PathBuf::from(CORPORA).join(name)
+}
+
+fn corpus(name: &str) -> Vec<Vec<u8>> {
+    let entries = std::fs::read_dir(folder(name)).expect("the corpus is there");
     let mut files: Vec<_> = entries.map(|entry| entry.expect("a file").path()).collect();
     files.sort();
     files.into_iter().map(|path| std::fs::read(path).expect("a file")).collect()
@@ -41,17 +62,19 @@ fn corpus() -> Vec<Vec<u8>> {
 
 #[test]
 fn the_corpus_is_read_without_a_finding_and_holds_the_seeds() {
-    for (n, bytes) in seeds().into_iter().enumerate() {
-        let path = Path::new(CORPUS).join(format!("seed-{n:02}"));
-        if std::env::var_os("DSV4_BLESS").is_some() {
-            std::fs::create_dir_all(CORPUS).unwrap();
-            std::fs::write(&path, &bytes).unwrap();
+    for Target { name, read, seeds } in targets() {
+        for (n, bytes) in seeds.into_iter().enumerate() {
+            let path = folder(name).join(format!("seed-{n:02}"));
+            if std::env::var_os("DSV4_BLESS").is_some() {
+                std::fs::create_dir_all(folder(name)).unwrap();
+                std::fs::write(&path, &bytes).unwrap();
+            }
+            let found = std::fs::read(&path).unwrap_or_else(|e| panic!("{path:?}: {e}"));
+            assert!(found == bytes, "{path:?} is another seed; DSV4_BLESS=1 writes it");
+            assert!(bytes.len() < MAX_PAYLOAD_BYTES);
         }
-        let found = std::fs::read(&path).unwrap_or_else(|e| panic!("{path:?}: {e}"));
-        assert!(found == bytes, "{path:?} is another payload; DSV4_BLESS=1 writes it");
-        assert!(bytes.len() < MAX_PAYLOAD_BYTES);
+        corpus(name).iter().for_each(|bytes| read(bytes));
     }
-    corpus().iter().for_each(|bytes| fuzz_target(bytes));
 }
 
 /// Changes bits, numbers and lengths; SplitMix64 decides, so a seed gives the same run.
@@ -83,10 +106,13 @@ fn no_mutation_of_the_corpus_is_a_finding() {
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
         z ^ (z >> 31)
     };
-    let corpus = corpus();
-    for _ in 0..number("DSV4_FUZZ_RUNS").unwrap_or(RUNS) {
-        let input = mutate(&mut next, &corpus);
-        let outcome = std::panic::catch_unwind(|| fuzz_target(&input));
-        assert!(outcome.is_ok(), "seed {seed}: put this into {CORPUS}: {input:02x?}");
+    for Target { name, read, .. } in targets() {
+        let corpus = corpus(name);
+        for _ in 0..number("DSV4_FUZZ_RUNS").unwrap_or(RUNS) {
+            let input = mutate(&mut next, &corpus);
+            let outcome = std::panic::catch_unwind(|| read(&input));
+            let path = folder(name);
+            assert!(outcome.is_ok(), "seed {seed}: put this into {path:?}: {input:02x?}");
+        }
     }
 }

@@ -9,7 +9,7 @@ const PYTHON: &str = "DSV4_TEST_PYTHON";
 const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/python/openai_client.py");
 
 #[tokio::test]
-async fn openai_client_chats_streams_calls_tools_thinks_and_gets_errors() {
+async fn python_openai_client_chats_streams_calls_tools_thinks_and_gets_errors() {
     let Some(python) = std::env::var_os(PYTHON) else {
         let missing = format!(
             "{PYTHON} is not set: the openai client was not tried; `cargo xtask test e2e` sets it"
