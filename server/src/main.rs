@@ -14,6 +14,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::Layer as _;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
@@ -99,11 +100,21 @@ async fn listen(host: &str, port: u16) -> Result<TcpListener, ConfigError> {
     bound.map_err(|cause| ConfigError::listen(host, port, "--port", &cause))
 }
 
+/// A file that would grow beyond the limit of a process is an error of the write then, and not the
+/// end of the process.
+fn survive_file_limit(runtime: &tokio::runtime::Runtime) -> anyhow::Result<()> {
+    let _guard = runtime.enter();
+    let kind = SignalKind::from_raw(rustix::process::Signal::XFSZ.as_raw());
+    // The handler stays when its listener has gone.
+    signal(kind).map(drop).context("handle the signal of the file size limit")
+}
+
 fn run_worker(args: &ServeArgs) -> anyhow::Result<()> {
     init_log(args.log_level);
     // What is wrong with the flags is said before a port is taken or weights are read.
     Node::check(args)?;
     let runtime = runtime()?;
+    survive_file_limit(&runtime)?;
     let listener = runtime.block_on(listen(&args.host, args.port))?;
     let address = listener.local_addr().context("read the port that was given")?;
     let node = Node::start(args)?;

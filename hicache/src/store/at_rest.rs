@@ -50,7 +50,8 @@ pub struct Finding {
 
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.path.display(), self.problem)
+        let path = folder::printable(&self.path.to_string_lossy());
+        write!(f, "{path}: {}", self.problem)
     }
 }
 

@@ -35,6 +35,7 @@ pub struct FileStore {
     dir: PathBuf,
     others: Vec<OtherStore>,
     leftovers: u64,
+    exposed: Option<PathBuf>,
     skipped: AtomicU64,
     /// Direct IO is wanted, and the file system has not refused it.
     direct: AtomicBool,
@@ -78,8 +79,9 @@ impl FileStore {
         })?;
         failpoint("open-cleaned");
         let others = folder::others(&parent, &fingerprint, &layout)?;
+        let exposed = folder::exposed(&parent, &dir);
         let (skipped, direct) = (AtomicU64::new(0), AtomicBool::new(direct));
-        Ok(Self { dir, others, leftovers, skipped, direct, _lock: lock })
+        Ok(Self { dir, others, leftovers, exposed, skipped, direct, _lock: lock })
     }
 
     /// The folder of this fingerprint.
@@ -92,6 +94,13 @@ impl FileStore {
     #[must_use]
     pub fn others(&self) -> &[OtherStore] {
         &self.others
+    }
+
+    /// A folder of the store that somebody else owns or may write, if there was one when it was
+    /// opened: who may write there can put in objects of their own making, which no digest finds.
+    #[must_use]
+    pub fn exposed(&self) -> Option<&Path> {
+        self.exposed.as_deref()
     }
 
     /// Unfinished files of dead writers that were removed when it was opened.

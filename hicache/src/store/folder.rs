@@ -15,6 +15,7 @@ use super::blob::{StoreError, unix_ms};
 use super::format::OBJECT_ALIGN;
 use crate::object::{ObjectKey, Part};
 use kv_pool::{ChainHash, Fingerprint};
+use rustix::fs::OFlags;
 use std::fs::{self, DirBuilder, DirEntry, File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -265,6 +266,30 @@ pub(super) fn remove_file(path: &Path) -> Result<bool, StoreError> {
     Ok(removed.is_some())
 }
 
+/// Opens a file of a store, which is a file and nothing else: through a link somebody else would say
+/// what is written where, and a pipe would never answer.
+fn open_plain(path: &Path, options: &mut OpenOptions) -> Result<Option<File>, StoreError> {
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let opened = if_there(options.custom_flags(flags.bits().cast_signed()).open(path));
+    let Some(file) = opened.map_err(StoreError::io("open", path))? else { return Ok(None) };
+    let metadata = file.metadata().map_err(StoreError::io("look at", path))?;
+    if !metadata.is_file() {
+        let source = io::Error::new(ErrorKind::InvalidInput, "it is not a plain file");
+        return Err(StoreError::io("open", path)(source));
+    }
+    Ok(Some(file))
+}
+
+/// The first of a store's folders, down to its own, that others than its owner may write, or that
+/// somebody else owns: who may write there may put in objects of their own making.
+pub(super) fn exposed(dir: &Path, store: &Path) -> Option<PathBuf> {
+    let ours = rustix::process::geteuid().as_raw();
+    let is_exposed = |path: &&Path| {
+        fs::metadata(path).is_ok_and(|found| found.uid() != ours || found.mode() & 0o022 != 0)
+    };
+    [dir, store].into_iter().find(is_exposed).map(Path::to_owned)
+}
+
 /// Takes a store's lock, until the file is dropped.
 pub(super) fn lock(store: &Path) -> Result<File, StoreError> {
     let path = store.join(LOCK);
@@ -272,7 +297,10 @@ pub(super) fn lock(store: &Path) -> Result<File, StoreError> {
     loop {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(FILE_MODE);
-        let file = options.open(&path).map_err(StoreError::io("open", &path))?;
+        let Some(file) = open_plain(&path, &mut options)? else {
+            // Its folder went with whoever pruned it.
+            return Err(StoreError::io("open", &path)(ErrorKind::NotFound.into()));
+        };
         match file.try_lock() {
             Ok(()) => {}
             // Somebody who only looks lets go at once.
@@ -298,7 +326,7 @@ pub(super) fn lock(store: &Path) -> Result<File, StoreError> {
 /// Whether a process has a store, or prunes it.
 pub(super) fn is_locked(store: &Path) -> Result<bool, StoreError> {
     let path = store.join(LOCK);
-    let file = if_there(File::open(&path)).map_err(StoreError::io("open", &path))?;
+    let file = open_plain(&path, OpenOptions::new().read(true))?;
     file.map_or(Ok(false), |file| is_held(&file, &path))
 }
 
@@ -315,8 +343,7 @@ fn is_held(file: &File, path: &Path) -> Result<bool, StoreError> {
 pub(super) fn read_layout(store: &Path) -> Result<Option<String>, StoreError> {
     let path = store.join(LAYOUT);
     let during = "read";
-    let file = if_there(File::open(&path)).map_err(StoreError::io(during, &path))?;
-    let Some(file) = file else { return Ok(None) };
+    let Some(file) = open_plain(&path, OpenOptions::new().read(true))? else { return Ok(None) };
     let mut bytes = Vec::new();
     let read = file.take(LAYOUT_BYTES_MAX).read_to_end(&mut bytes);
     read.map_err(StoreError::io(during, &path))?;
@@ -397,7 +424,20 @@ fn differs(theirs: &str, ours: &str) -> String {
 }
 
 fn shown(line: &str) -> String {
-    line.chars().take(SHOWN_CHARS).collect()
+    printable(line).chars().take(SHOWN_CHARS).collect()
+}
+
+/// A text that cannot move a terminal's cursor, or begin a line of its own.
+pub(super) fn printable(text: &str) -> String {
+    text.chars()
+        .flat_map(|c| {
+            let is_plain = !c.is_control();
+            is_plain
+                .then_some(c)
+                .into_iter()
+                .chain((!is_plain).then(|| c.escape_default()).into_iter().flatten())
+        })
+        .collect()
 }
 
 #[cfg(test)]

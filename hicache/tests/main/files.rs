@@ -340,3 +340,51 @@ fn looking_whether_a_store_is_in_use_keeps_nobody_out() {
         }
     });
 }
+
+/// What is no file is not waited for, and what is a link is not followed.
+#[test]
+fn pipes_and_links_in_place_of_a_stores_own_files_are_refused() {
+    for name in ["LAYOUT", "LOCK"] {
+        for kind in ["pipe", "link"] {
+            let folder = Folder::new();
+            let dir = open(&folder).dir().to_owned();
+            let path = dir.join(name);
+            fs::remove_file(&path).unwrap();
+            let elsewhere = folder.join("elsewhere");
+            if kind == "pipe" {
+                let made = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+                assert!(made.success());
+            } else {
+                std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
+            }
+            let error = open_as(&folder, FINGERPRINT, LAYOUT).expect_err("it is no file");
+            assert!(matches!(error, StoreError::Io { .. }), "{name}, {kind}: {error}");
+            assert!(!elsewhere.exists(), "a link was followed");
+            let listed = stores(&folder).expect_err("it is no file");
+            assert!(listed.to_string().contains(name), "{name}, {kind}: {listed}");
+        }
+    }
+}
+
+#[test]
+fn findings_cannot_write_to_a_terminal() {
+    let folder = Folder::new();
+    let dir = open(&folder).dir().to_owned();
+    fs::write(dir.join("\u{1b}[31mred\n0 damaged"), "x").unwrap();
+    let mut lines = Vec::new();
+    verify(&folder, &mut |finding| lines.push(finding.to_string())).unwrap();
+    assert_eq!(lines.len(), 1);
+    assert!(!lines[0].chars().any(char::is_control), "{:?}", lines[0]);
+    assert!(lines[0].contains("\\u{1b}[31mred\\n0 damaged"), "{}", lines[0]);
+}
+
+#[test]
+fn folders_that_others_may_write_are_named() {
+    let folder = Folder::new();
+    let store = open(&folder);
+    let dir = store.dir().to_owned();
+    assert_eq!(store.exposed(), None);
+    drop(store);
+    fs::set_permissions(&dir, fs::Permissions::from_mode(0o777)).unwrap();
+    assert_eq!(open(&folder).exposed(), Some(&*dir));
+}

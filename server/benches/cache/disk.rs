@@ -15,7 +15,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 const BLOCKS: u32 = 600;
 const QUICK_BLOCKS: u32 = 8;
@@ -136,7 +136,7 @@ fn restore(blocks: &Blocks, dir: &Path, is_direct: bool) -> Outcome<f64> {
     let begin = Instant::now();
     read_all(blocks, &mover, &reports, buffers)?;
     let took = begin.elapsed().as_secs_f64();
-    mover.stop();
+    mover.stop(Duration::from_secs(5));
     Ok(took)
 }
 

@@ -11,6 +11,7 @@ use hicache::store::{BlobStore, StoreError};
 use hicache::tiers::{MotionId, Outcome, Slot, Store};
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 /// Memory of one object, aligned for direct IO.
 pub struct Buffer {
@@ -239,12 +240,20 @@ impl Mover {
         queue.send((motion, job)).expect("movers end after the worker");
     }
 
-    /// Ends the threads when their jobs are done.
-    pub fn stop(self) {
+    /// Ends the threads when their jobs are done, and leaves those alone that are not within
+    /// `patience`: a disk or a server may never answer. What they move is theirs.
+    pub fn stop(self, patience: Duration) {
         let Self { loads, saves, stores, threads } = self;
         drop((loads, saves, stores));
+        let clock = crate::clock::Clock::start();
         for thread in threads {
-            if thread.join().is_err() {
+            while !thread.is_finished() && clock.elapsed() < patience {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if !thread.is_finished() {
+                let name = thread.thread().name().unwrap_or_default();
+                tracing::warn!(name, "a thread of the cache still waits for its store");
+            } else if thread.join().is_err() {
                 tracing::error!("a thread of the cache panicked");
             }
         }

@@ -1,5 +1,6 @@
 //! Where an object store is, and with which credentials it is asked.
 
+use super::bounded::BoundedConnector;
 use axum::http::Uri;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey as S3Key};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
@@ -126,6 +127,15 @@ fn allows_http(endpoint: Option<String>) -> Result<bool, Error> {
     }
 }
 
+/// What stands before the `@` of an endpoint, and the password in it.
+fn login_of(endpoint: Option<String>) -> Vec<String> {
+    let endpoint = endpoint.unwrap_or_default();
+    let rest = endpoint.split_once("://").map_or(&*endpoint, |(_, rest)| rest);
+    let Some((login, _)) = rest.rsplit_once('@') else { return Vec::new() };
+    let password = login.split_once(':').map(|(_, password)| password.to_owned());
+    password.into_iter().chain([login.to_owned()]).collect()
+}
+
 /// Makes a client of one provider: its builder's configuration from the environment, then from
 /// `instead`, the bucket, and what depends on them.
 macro_rules! make {
@@ -141,6 +151,7 @@ macro_rules! make {
         let secrets: Vec<String> = $secrets
             .iter()
             .filter_map(|key| builder.get_config_value(key))
+            .chain(login_of(builder.get_config_value(&$endpoint)))
             // What is shorter is no secret, and would hide parts of words.
             .filter(|secret| secret.len() >= 4)
             .collect();
@@ -148,7 +159,8 @@ macro_rules! make {
         let Manner { options, retry } = $manner;
         let made = allows_http(builder.get_config_value(&$endpoint)).and_then(|says_http| {
             let options = options.with_allow_http(is_allowed || says_http);
-            $more(builder.with_client_options(options).with_retry(retry)).build()
+            let builder = builder.with_client_options(options).with_retry(retry);
+            $more(builder.with_http_connector(BoundedConnector)).build()
         });
         (made.map(|client| Box::new(client) as Box<dyn ObjectStore>), secrets)
     }};
@@ -270,6 +282,9 @@ mod tests {
             let (made, _) = client(&"s3://cache".parse().unwrap(), &variables, manner());
             assert!(made.unwrap_err().to_string().contains("http://HOST:PORT"), "{endpoint}");
         }
+        let variables = [("AWS_ENDPOINT", "http://user:pa55w0rd@host:9000/x")];
+        let (made, secrets) = client(&"s3://cache".parse().unwrap(), &variables, manner());
+        assert!(made.is_ok() && secrets.contains(&"pa55w0rd".to_owned()), "{secrets:?}");
         // An account is needed, and nothing can stand for it.
         let (made, _) = client(&"az://cache".parse().unwrap(), &[], manner());
         assert!(made.unwrap_err().to_string().contains("Account"));

@@ -31,6 +31,8 @@ pub const TIMEOUT: Duration = Duration::from_secs(5);
 const RETRIES_MAX: usize = 2;
 /// First line of a layout object.
 const LAYOUT_VERSION: &str = "dsv4 object store 1";
+/// Beginning of all of them.
+const LAYOUT_NAME: &str = "dsv4 object store ";
 const LAYOUT: &str = "LAYOUT";
 /// Most bytes of a layout object that are read.
 const LAYOUT_BYTES_MAX: u64 = 1 << 20;
@@ -227,6 +229,10 @@ impl RemoteStore {
                 self.layout.clone()
             }
         };
+        if !theirs.starts_with(LAYOUT_NAME) {
+            // Not even of another version: somebody else answers, or its name was in use.
+            return Err(unreachable("read", "what is there is no layout of a cache".to_owned()));
+        }
         if theirs != self.layout {
             let differs = first_difference(&theirs, &self.layout);
             let (url, name) = (self.url.to_string(), path.to_string());

@@ -36,6 +36,9 @@ const OBJECTS_MAX: usize = 4 << 20;
 const WAITING_MAX: usize = 4096;
 /// How long a store is left alone after it failed.
 const PAUSE_US: u64 = 10_000_000;
+/// Objects that a start begins to remove when a store has more than it may; the others go as new
+/// ones come.
+const TRIMMED_MAX: usize = 16_384;
 /// Failures in a row after which that happens.
 const FAILURES_MAX: u32 = 3;
 
@@ -101,6 +104,12 @@ fn open_store(
     let config = FileStoreConfig { dir, fingerprint, layout: layout.to_owned(), direct };
     let store =
         FileStore::open(config).context("open the cache's store (--hicache-storage-dir)")?;
+    if let Some(exposed) = store.exposed() {
+        tracing::warn!(
+            folder = %exposed.display(),
+            "others may write in this folder of the cache: they could choose what is read from it"
+        );
+    }
     for other in store.others() {
         tracing::warn!(
             store = %other.dir.display(),
@@ -211,6 +220,7 @@ fn adopt(tiers: &mut Tiers, store: &FileStore, plan: &HostPlan) -> anyhow::Resul
         .context("list the cache's store (--hicache-storage-dir)")?;
     found.sort_unstable();
     let known = found.iter().filter(|(_, key)| tiers.adopt(Store::Disk, *key)).count();
+    tiers.trim(Store::Disk, TRIMMED_MAX);
     let blocks = found.iter().filter(|(_, key)| key.part == Part::Block).count();
     tracing::info!(
         store = %store.dir().display(),

@@ -188,7 +188,7 @@ fn probe_numbers(c: &TierCounters) -> [(&'static str, u64, &'static str); 3] {
     ]
 }
 
-fn tier_numbers(cache: &CacheNumbers, n: usize, used: &TierUse) -> [Plain; 13] {
+fn tier_numbers(cache: &CacheNumbers, n: usize, used: &TierUse) -> [Plain; 14] {
     let c = &cache.counters[n];
     let counter = |name, value, help| (name, Counter, value, help);
     [
@@ -212,6 +212,7 @@ fn tier_numbers(cache: &CacheNumbers, n: usize, used: &TierUse) -> [Plain; 13] {
             c.failures,
             "Reads, writes and removals that a tier could not do",
         ),
+        counter("dsv4:cache_late_total", c.late, "Prefixes that came too late from a tier"),
         counter("dsv4:cache_pauses_total", c.pauses, "Times that a tier was left alone"),
     ]
 }

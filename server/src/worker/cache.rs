@@ -35,6 +35,8 @@ const COLDEST: usize = 32;
 const EMPTYING: usize = 256;
 /// How long a worker that stops goes on writing what it has saved.
 const LAST_WRITES: Duration = Duration::from_secs(5);
+/// How long it waits after that for what is under way.
+const LAST_MOTIONS: Duration = Duration::from_secs(1);
 
 /// What a worker's cache is made of.
 #[derive(Debug)]
@@ -690,7 +692,7 @@ impl Worker {
             if !cache.is_idle() {
                 tracing::warn!("the cache had more to write than there was time for");
             }
-            cache.mover.stop();
+            cache.mover.stop(LAST_MOTIONS);
         }
     }
 }

@@ -371,9 +371,9 @@ impl Worker {
     pub(super) fn keep_blocks(&mut self, id: SeqId) -> Result<(), PoolError> {
         let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };
         self.prefixes.keep(&mut self.pools, seq, false)?;
-        self.pin_prefix(id);
         let blocks = (seq.computed / BLOCK_TOKENS) as usize;
         self.learn_blocks(id, blocks);
+        self.pin_prefix(id);
         self.save_prefix(id, false);
         Ok(())
     }
@@ -390,11 +390,11 @@ impl Worker {
             return Ok(());
         }
         let kept = self.prefixes.keep(&mut self.pools, seq, true)?;
+        let blocks = (seq.computed / BLOCK_TOKENS) as usize;
+        self.learn_blocks(id, blocks);
         if !decoding {
             self.pin_prefix(id);
         }
-        let blocks = (seq.computed / BLOCK_TOKENS) as usize;
-        self.learn_blocks(id, blocks);
         // Of an output the boundary is saved when it has ended.
         self.save_prefix(id, !decoding);
         let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };

@@ -5,6 +5,10 @@ use dsv4_server::net::object_store::{RemoteConfig, RemoteError, RemoteStore, TIM
 use hicache::store::{BlobStore, StoreError};
 use hicache::testing::conformance::{self, FINGERPRINT, key, object};
 use std::cell::Cell;
+use std::io::{Read as _, Write as _};
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 fn config(prefix: &str, layout: &str, timeout: Duration) -> RemoteConfig {
@@ -103,4 +107,53 @@ fn dead_and_silent_servers_are_errors_that_name_what_was_tried_and_no_secret() {
     moto.restart();
     store.write(&key(3), &object(key(3), 1)).expect("it is back");
     assert!(store.contains(&key(3)).expect("look for it"));
+}
+
+/// A server that says that something went wrong, and does not stop saying so: its address, and how
+/// much of it was taken.
+fn endless_server() -> (String, Arc<AtomicUsize>) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("an address").to_string();
+    let taken = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&taken);
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let (Ok(mut stream), count) = (stream, Arc::clone(&count)) else { continue };
+            std::thread::spawn(move || {
+                let mut request = [0; 4096];
+                let _ = stream.read(&mut request);
+                let head = "HTTP/1.1 500 Oh\r\ncontent-type: text/plain\r\n\r\n";
+                let mut sent = stream.write_all(head.as_bytes());
+                while sent.is_ok() {
+                    sent = stream.write_all(&[b'x'; 1 << 16]);
+                    count.fetch_add(1 << 16, Ordering::Relaxed);
+                }
+            });
+        }
+    });
+    (address, taken)
+}
+
+#[test]
+fn endless_answers_are_not_gathered() {
+    let (address, taken) = endless_server();
+    let endpoint = format!("http://user:pa55w0rd@{address}");
+    let variables = [
+        ("AWS_ENDPOINT", endpoint.as_str()),
+        ("AWS_ACCESS_KEY_ID", "who"),
+        ("AWS_SECRET_ACCESS_KEY", "no-secret-of-anybody"),
+    ];
+    let config = config("endless", "layout", Duration::from_secs(5));
+    let store = RemoteStore::with_variables(config, &variables).expect("a client");
+    let mut into = vec![0; 8192];
+    for (error, during) in [
+        (store.read(&key(1), &mut into).expect_err("an error").to_string(), "read"),
+        (store.claim().expect_err("an error").to_string(), "claim"),
+        (store.list(&mut |_| {}).expect_err("an error").to_string(), "list"),
+    ] {
+        assert!(!error.contains("pa55w0rd") && error.len() < 1000, "{during}: {error}");
+    }
+    // Nine requests, each with what the system holds for it.
+    let taken = taken.load(Ordering::Relaxed);
+    assert!(taken < 100 << 20, "{taken} bytes were taken");
 }

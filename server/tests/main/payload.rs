@@ -3,7 +3,6 @@
 use dsv4_model::sample::{Sampled, SamplingParams};
 use dsv4_server::engine::CacheKeep;
 use dsv4_server::glue::payload::{self, FirstToken, PrefillRequest};
-use dsv4_server::glue::payload::{FirstToken, PrefillRequest, fuzz_target};
 use dsv4_server::net::kv_events;
 use pd_transfer::wire::MAX_PAYLOAD_BYTES;
 use std::path::PathBuf;

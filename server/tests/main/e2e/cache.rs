@@ -2,7 +2,7 @@
 
 use super::accounts::assert_all_given_back;
 use super::client::{Metrics, complete, essence, eventually, greedy, healthy, post};
-use super::cluster::{Pair, Server};
+use super::cluster::{MODEL, Pair, Process, Server};
 use super::folder::Folder;
 use super::prompts::prompt;
 use futures_util::future::join_all;
@@ -393,4 +393,57 @@ async fn flushed_prefixes_are_computed_again() {
     let bad = post(&format!("{}/flush_cache?storage=maybe", server.url), &Value::Null).await;
     assert_eq!(bad.expect("an answer").status, 400);
     assert_all_given_back(&[&server.url]).await;
+}
+
+/// A disk that never answers costs prefixes, then is left alone, and keeps no process alive.
+#[tokio::test]
+async fn silent_disk_is_left_alone_and_keeps_no_process() {
+    let cold = Server::worker("null", COLD);
+    let dir = Folder::new();
+    let mut server = Server::worker("null", &storage(&dir.0));
+    let asked: Vec<_> = (0..5).map(|number| talk(number, 600)).collect();
+    for ids in &asked {
+        ask(&server.url, ids).await;
+    }
+    written(&server.url).await;
+    server.process.terminate();
+    assert!(server.process.wait_exit().success());
+    server.restart();
+    for object in objects_below(&dir.0) {
+        std::fs::remove_file(&object).expect("remove an object");
+        let made = std::process::Command::new("mkfifo").arg(&object).status().expect("mkfifo");
+        assert!(made.success());
+    }
+    for ids in &asked {
+        let (answer, _) = ask(&cold.url, ids).await;
+        assert_eq!(ask(&server.url, ids).await, (answer, 0));
+    }
+    let metrics = Metrics::of(&server.url).await;
+    assert!(metrics.sum("dsv4:cache_late_total", &["disk"]) >= 3.0);
+    assert!(metrics.sum("dsv4:cache_pauses_total", &["disk"]) >= 1.0);
+    server.process.terminate();
+    assert!(server.process.wait_exit().success());
+}
+
+/// A file size limit is an error of the write, and not the end of the process.
+#[tokio::test]
+async fn file_size_limit_does_not_end_the_process() {
+    let cold = Server::worker("null", COLD);
+    let dir = Folder::new();
+    let flags = format!("--port 0 --disaggregation-mode null --model-path {MODEL}");
+    let flags = format!("{flags} --kv-memory-mib 192 {}", storage(&dir.0));
+    let mut process = Process::spawn_limited("ulimit -f 100", &flags);
+    let line = process.wait_for("is ready on http://");
+    let url = line.split_whitespace().find(|word| word.starts_with("http://")).expect("an address");
+    for number in 0..3 {
+        let ids = talk(number, 600);
+        assert_eq!(ask(url, &ids).await.0, ask(&cold.url, &ids).await.0);
+    }
+    eventually("writes fail and are counted", async || {
+        let metrics = Metrics::of(url).await;
+        (metrics.sum("dsv4:cache_failures_total", &["disk"]) > 0.0).then_some(())
+    })
+    .await;
+    process.terminate();
+    assert!(process.wait_exit().success());
 }

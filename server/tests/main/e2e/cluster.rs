@@ -50,8 +50,7 @@ impl Process {
     /// The same after a shell has set a limit, like `ulimit -v 1000`.
     pub(crate) fn spawn_limited(limit: &str, flags: &str) -> Self {
         let mut command = Command::new("sh");
-        // A file that is too large is an error of the call then, and not a signal.
-        command.args(["-c", &format!("trap '' XFSZ; {limit} && exec \"$0\" \"$@\"")]);
+        command.args(["-c", &format!("{limit} && exec \"$0\" \"$@\"")]);
         let args = words(flags);
         command.arg(env!("CARGO_BIN_EXE_server")).args(&args);
         Self::spawn_command(command, &args, &[])
