@@ -209,6 +209,13 @@ impl Tiers {
                 slow.insert(*store);
             }
         }
+        // What has not begun waits for reads that do not end.
+        for store in entry.waiting.iter().filter_map(|key| self.source(key)) {
+            let index = self.stores[store as usize].as_ref();
+            if index.is_some_and(|index| index.reading >= index.limits().motions_max) {
+                slow.insert(store);
+            }
+        }
         for store in slow {
             self.counters[store.tier() as usize].late += 1;
             self.did_not_work(store, Way::Up);

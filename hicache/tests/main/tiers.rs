@@ -959,6 +959,24 @@ fn store_that_is_too_slow_for_fetches_is_left_alone() {
     assert_eq!((disk.late, disk.pauses, tiers.holds(&key_of(0))), (3, 1, None), "{disk:?}");
 }
 
+/// One read that never ends keeps others from beginning, and that is the store's fault as well.
+#[test]
+fn store_that_never_answers_is_left_alone() {
+    let mut tiers = tiers_of_one();
+    (1..4).for_each(|number| assert!(tiers.adopt(Store::Disk, key_of(number))));
+    for round in 0..3 {
+        let now = 100 * round;
+        let fetch = FetchId(round);
+        tiers.fetch(now, fetch, &[key_of(round as u8)], now + 100).expect("it can begin");
+        assert_eq!(begun(&mut tiers).len(), usize::from(round == 0), "one at a time");
+        tiers.handle_timeout(now + 100);
+        let late = Action::Fetched { fetch, end: FetchEnd::TimedOut };
+        assert_eq!(tiers.poll_action(), Some(late));
+    }
+    let disk = tiers.counters(Tier::Disk);
+    assert_eq!((disk.late, disk.pauses, tiers.holds(&key_of(3))), (3, 1, None), "{disk:?}");
+}
+
 #[test]
 fn store_that_holds_too_much_is_trimmed() {
     let mut limits = *full_tiers().limits();

@@ -2,10 +2,11 @@
 
 use super::accounts::assert_all_given_back;
 use super::client::{Metrics, complete, essence, eventually, greedy, healthy, post};
-use super::cluster::{MODEL, Pair, Process, Server};
+use super::cluster::{Pair, Server};
 use super::folder::Folder;
 use super::prompts::prompt;
 use futures_util::future::join_all;
+use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -430,20 +431,19 @@ async fn silent_disk_is_left_alone_and_keeps_no_process() {
 async fn file_size_limit_does_not_end_the_process() {
     let cold = Server::worker("null", COLD);
     let dir = Folder::new();
-    let flags = format!("--port 0 --disaggregation-mode null --model-path {MODEL}");
-    let flags = format!("{flags} --kv-memory-mib 192 {}", storage(&dir.0));
-    let mut process = Process::spawn_limited("ulimit -f 100", &flags);
-    let line = process.wait_for("is ready on http://");
-    let url = line.split_whitespace().find(|word| word.starts_with("http://")).expect("an address");
+    let mut server = Server::worker("null", &storage(&dir.0));
+    let pid = Pid::from_child(&server.process.child);
+    let limit = Rlimit { current: Some(50_000), maximum: None };
+    prlimit(Some(pid), Resource::Fsize, limit).expect("set a limit");
     for number in 0..3 {
         let ids = talk(number, 600);
-        assert_eq!(ask(url, &ids).await.0, ask(&cold.url, &ids).await.0);
+        assert_eq!(ask(&server.url, &ids).await.0, ask(&cold.url, &ids).await.0);
     }
     eventually("writes fail and are counted", async || {
-        let metrics = Metrics::of(url).await;
+        let metrics = Metrics::of(&server.url).await;
         (metrics.sum("dsv4:cache_failures_total", &["disk"]) > 0.0).then_some(())
     })
     .await;
-    process.terminate();
-    assert!(process.wait_exit().success());
+    server.process.terminate();
+    assert!(server.process.wait_exit().success());
 }
