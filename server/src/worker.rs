@@ -146,6 +146,8 @@ pub struct Snapshot {
     pub steps: u64,
     /// Prompt tokens computed here.
     pub prefill_tokens: u64,
+    /// Tokens of waiting prompts that were in no cache when they came.
+    pub queued_tokens: u64,
     /// Requests that were ended because they had waited too long.
     pub late: u64,
     /// Tokens of prompts that were not computed (by a decode worker: not pulled), because their
@@ -549,6 +551,7 @@ impl Worker {
     fn publish(&mut self) {
         let n = &mut self.numbers;
         n.queued = self.scheduler.waiting() as u64;
+        n.queued_tokens = self.scheduler.waiting_tokens();
         n.running = self.scheduler.admitted() as u64;
         n.lent = self.lent.len() as u64;
         for (slot, kind) in n.pools.iter_mut().zip(POOLS) {
