@@ -21,6 +21,7 @@ fn main() -> anyhow::Result<()> {
         sampling: dsv4_model::sample::SamplingParams::greedy(),
         cache_salt: String::new(),
         cache_keep: dsv4_server::engine::CacheKeep::AsUsed,
+        turn: dsv4_server::engine::Turn::default(),
     })?;
     let mut output = Vec::new();
     while let Some(event) = generation.events.blocking_recv() {

@@ -136,6 +136,17 @@ pub struct ServeArgs {
     /// Most requests that wait; one more is refused with 503.
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub max_queued_requests: u32,
+    /// Most prompt tokens of all requests that wait; one request may always wait alone [default: no
+    /// limit].
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    pub max_queued_tokens: Option<u64>,
+    /// Seconds that a request may wait for its turn before it gets 503; 0 for no limit.
+    #[arg(long, default_value_t = 600, value_name = "SECONDS")]
+    pub queue_timeout: u64,
+    /// Seconds within which a request is to have its first token; otherwise it is ended with 503
+    /// [default: no limit].
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..), value_name = "SECONDS")]
+    pub first_token_timeout: Option<u64>,
     /// Tokens of prompt and output together [default: what the model was made for].
     #[arg(long)]
     pub context_length: Option<u32>,

@@ -25,6 +25,17 @@ pub struct GenerateRequest {
     pub cache_salt: String,
     /// How long its prefix is to stay within reach.
     pub cache_keep: CacheKeep,
+    /// Its place among others that wait.
+    pub turn: Turn,
+}
+
+/// Place of a request among others that wait.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Turn {
+    /// Lower comes first, as in vLLM.
+    pub priority: i32,
+    /// Whose it is: requests of different keys take turns.
+    pub key: u64,
 }
 
 /// How long the prefix of a prompt is to stay in host memory, as far as there is room for such
@@ -139,6 +150,20 @@ pub enum SubmitError {
         queued: usize,
         /// The limit.
         limit: usize,
+    },
+    /// Requests with `--max-queued-tokens` prompt tokens are waiting already: HTTP 503 with
+    /// `Retry-After`.
+    #[error(
+        "the queue is full: requests of {queued} tokens are waiting, with this one of {prompt} it \
+         would be more than {limit}"
+    )]
+    QueueFullOfTokens {
+        /// Prompt tokens of the requests that wait now.
+        queued: u64,
+        /// Prompt tokens of this request.
+        prompt: u64,
+        /// The limit.
+        limit: u64,
     },
     /// Prompt and output do not fit the context: HTTP 400.
     #[error("the prompt has {prompt} tokens, the context holds {limit}")]

@@ -16,6 +16,7 @@ use crate::glue::pools::{POOLS, PageCounts, Pools};
 use crate::glue::regions::PoolRegion;
 use crate::net::kv_events::{Outlet, Publisher};
 use crate::worker::events::publishes;
+use crate::worker::waiting::{Patience, QueueFull};
 use crate::worker::{
     Inbox, Link, Role, SPARE_PAGES, Shared, Worker, WorkerConfig, WorkerMsg, spawn,
 };
@@ -94,6 +95,7 @@ pub struct NodeEngine {
     workers: Vec<WorkerHandle>,
     front: usize,
     max_queued: usize,
+    max_queued_tokens: u64,
     totals: PageCounts,
     limits: WorkerConfig,
     next_id: AtomicU64,
@@ -153,22 +155,24 @@ impl Engine for NodeEngine {
             let (wanted, total) = (wanted.blocks.into(), blocks.into());
             return Err(SubmitError::NeverFits { pool: "block", wanted, total });
         }
-        let queued = shared.queued.fetch_add(1, Ordering::AcqRel);
-        if queued >= self.max_queued {
-            shared.queued.fetch_sub(1, Ordering::AcqRel);
-            return Err(SubmitError::QueueFull { queued, limit: self.max_queued });
-        }
+        let (prompt, limit) = (prompt as u64, self.max_queued);
+        let entered = shared.enter_queue(prompt, limit, self.max_queued_tokens);
+        entered.map_err(|full| match full {
+            QueueFull::Requests(queued) => SubmitError::QueueFull { queued, limit },
+            QueueFull::Tokens(queued) => {
+                let limit = self.max_queued_tokens;
+                SubmitError::QueueFullOfTokens { queued, prompt, limit }
+            }
+        })?;
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let (events, receiver) = tokio::sync::mpsc::unbounded_channel();
         let request = Box::new(GenerateRequest { max_tokens, ..request });
         match worker.inbox.try_send(WorkerMsg::Submit { id, request, events }) {
             Ok(()) => {}
             Err(error) => {
-                shared.queued.fetch_sub(1, Ordering::AcqRel);
+                shared.leave_queue(prompt);
                 return Err(match error {
-                    TrySendError::Full(_) => {
-                        SubmitError::QueueFull { queued, limit: self.max_queued }
-                    }
+                    TrySendError::Full(_) => SubmitError::QueueFull { queued: limit, limit },
                     TrySendError::Disconnected(_) => SubmitError::Stopped,
                 });
             }
@@ -380,6 +384,7 @@ impl Node {
             front,
             workers: node.workers,
             max_queued: args.max_queued_requests as usize,
+            max_queued_tokens: args.max_queued_tokens.unwrap_or(u64::MAX),
             totals: node.parts.counts,
             limits: node.parts.config,
             next_id: AtomicU64::new(1),
@@ -459,6 +464,10 @@ impl Parts {
             context_length,
             fingerprint: input.fingerprint(),
             keep_prefixes: !args.disable_radix_cache,
+            patience: Patience {
+                queue: (args.queue_timeout > 0).then(|| Duration::from_secs(args.queue_timeout)),
+                first_token: args.first_token_timeout.map(Duration::from_secs),
+            },
         };
         Ok(Self {
             model,

@@ -11,7 +11,9 @@ mod pull;
 mod push;
 mod sequence;
 mod step;
+pub mod waiting;
 
+use crate::clock::Clock;
 use crate::engine::{Event, FailureKind, Flushed, GenerateRequest};
 use crate::glue::handoff::PageVerifier;
 use crate::glue::mover::Report;
@@ -33,11 +35,12 @@ pub use prefix::BOUNDARY_WINDOWS;
 use prefix::Prefixes;
 pub use push::OFFER_PAGES;
 use sequence::{Origin, Sequence, State};
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::mpsc::UnboundedSender;
+use waiting::Patience;
 
 /// Which part of the work a worker does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +82,8 @@ pub struct WorkerConfig {
     pub fingerprint: Fingerprint,
     /// Whether prefixes are kept for later prompts.
     pub keep_prefixes: bool,
+    /// How long clients may wait.
+    pub patience: Patience,
 }
 
 /// What reaches a worker's thread.
@@ -145,6 +150,10 @@ pub struct Snapshot {
     pub steps: u64,
     /// Prompt tokens computed here.
     pub prefill_tokens: u64,
+    /// Tokens of waiting prompts that were in no cache when they came.
+    pub queued_tokens: u64,
+    /// Requests that were ended because they had waited too long.
+    pub late: u64,
     /// Tokens of prompts that were not computed (by a decode worker: not pulled), because their
     /// pages were here already.
     pub reused_tokens: u64,
@@ -175,8 +184,10 @@ pub struct Snapshot {
 /// What a worker's thread shares with the rest of the process.
 #[derive(Debug, Default)]
 pub struct Shared {
-    /// Accepted and not yet admitted.
+    /// Requests of clients that are accepted and not yet admitted.
     pub queued: AtomicUsize,
+    /// Their prompt tokens.
+    pub queued_tokens: AtomicU64,
     /// No new requests.
     pub draining: AtomicBool,
     /// A prefill worker was connected at least once.
@@ -262,6 +273,9 @@ pub struct Worker {
     output: StepOutput,
     numbers: Snapshot,
     next_id: SeqId,
+    clock: Clock,
+    /// By when each request is to have its first token, as long as that is not over.
+    first_tokens: BTreeSet<(u64, SeqId)>,
 }
 
 /// Pages of each pool that are promised to nobody: fresh targets for retries, and pages that are
@@ -318,6 +332,8 @@ impl Worker {
             output: StepOutput::default(),
             numbers: Snapshot::default(),
             next_id: PEER_IDS,
+            clock: Clock::start(),
+            first_tokens: BTreeSet::new(),
         }
     }
 
@@ -342,6 +358,7 @@ impl Worker {
     pub fn run(mut self) {
         while let Flow::Go = self.listen() {
             self.tend_cache();
+            self.end_late();
             self.admit();
             self.tell_events();
             // A step may take seconds; whoever asks meanwhile must see that the worker is busy.
@@ -363,6 +380,7 @@ impl Worker {
     fn listen(&mut self) -> Flow {
         if !self.scheduler.has_work() {
             let pause = self.cache.as_ref().and_then(Cache::pause);
+            let pause = pause.into_iter().chain(self.patience()).min();
             let pause = pause.unwrap_or(Duration::MAX).min(Duration::from_secs(1));
             match self.inbox.recv_timeout(pause) {
                 Ok(WorkerMsg::Stop) | Err(RecvTimeoutError::Disconnected) => return Flow::Stop,
@@ -397,8 +415,7 @@ impl Worker {
     fn submit(&mut self, id: SeqId, request: GenerateRequest, events: UnboundedSender<Event>) {
         let need = need(&self.config, request.prompt.len(), request.max_tokens);
         self.sequences.insert(id, Sequence::of_client(id, request, events));
-        self.scheduler.enqueue(id, need);
-        self.prefetch(id);
+        self.enqueue(id, need);
     }
 
     /// Starts waiting sequences while there is room.
@@ -406,7 +423,7 @@ impl Worker {
         while let Some(id) = self.scheduler.admit() {
             let Some(seq) = self.sequences.get(&id) else { continue };
             if let Origin::Client { .. } = seq.origin {
-                self.shared.queued.fetch_sub(1, Ordering::AcqRel);
+                self.shared.leave_queue(seq.prompt_len as u64);
             }
             self.start(id);
         }
@@ -453,12 +470,19 @@ impl Worker {
 
     /// Ends a sequence whose client has gone or whose peer has called it off.
     fn cancel(&mut self, id: SeqId) {
+        if self.sequences.contains_key(&id) {
+            self.numbers.ended[1] += 1;
+            self.abandon(id);
+        }
+    }
+
+    /// Nobody waits for a sequence any more.
+    fn abandon(&mut self, id: SeqId) {
         let Some(seq) = self.sequences.get_mut(&id) else { return };
-        self.numbers.ended[1] += 1;
         match seq.state {
             State::Waiting => {
                 if let Origin::Client { .. } = seq.origin {
-                    self.shared.queued.fetch_sub(1, Ordering::AcqRel);
+                    self.shared.leave_queue(seq.prompt_len as u64);
                 }
                 self.drop_sequence(id);
             }
@@ -544,6 +568,7 @@ impl Worker {
     fn publish(&mut self) {
         let n = &mut self.numbers;
         n.queued = self.scheduler.waiting() as u64;
+        n.queued_tokens = self.scheduler.waiting_tokens();
         n.running = self.scheduler.admitted() as u64;
         n.lent = self.lent.len() as u64;
         for (slot, kind) in n.pools.iter_mut().zip(POOLS) {

@@ -247,6 +247,7 @@ fn read(source: &Source, tokens: u32, requests: usize) -> Outcome<Times> {
             sampling: SamplingParams::default(),
             cache_salt: String::new(),
             cache_keep: CacheKeep::AsUsed,
+            turn: dsv4_server::engine::Turn::default(),
         };
         driver.start(Start {
             attempt,

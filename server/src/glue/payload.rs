@@ -2,7 +2,7 @@
 //! the prompt and how to draw its first token one way, that token the other way.
 #![expect(clippy::mem_forget, reason = "the derived readers forget their partial values")]
 
-use crate::engine::CacheKeep;
+use crate::engine::{CacheKeep, Turn};
 use dsv4_model::sample::{Sampled, SamplingParams};
 use wincode::{SchemaRead, SchemaWrite};
 
@@ -61,6 +61,8 @@ struct RequestWire {
     cache_salt: String,
     /// Seconds; 0 for as long as it is used, and the largest number for no end.
     cache_keep: u32,
+    priority: i32,
+    key: u64,
 }
 
 /// A prompt to compute for a decode worker.
@@ -76,6 +78,8 @@ pub struct PrefillRequest {
     pub cache_salt: String,
     /// How long its prefix is to stay within reach.
     pub cache_keep: CacheKeep,
+    /// Its place among others that wait.
+    pub turn: Turn,
 }
 
 impl PrefillRequest {
@@ -104,6 +108,8 @@ impl PrefillRequest {
                 CacheKeep::Seconds(seconds) => seconds,
                 CacheKeep::Pinned => u32::MAX,
             },
+            priority: self.turn.priority,
+            key: self.turn.key,
         };
         wincode::serialize(&wire).expect("vectors and numbers always serialise")
     }
@@ -143,7 +149,8 @@ impl PrefillRequest {
             seconds => CacheKeep::Seconds(seconds),
         };
         let cache_salt = wire.cache_salt;
-        Ok(Self { id: wire.id, prompt: wire.prompt, sampling, cache_salt, cache_keep })
+        let turn = Turn { priority: wire.priority, key: wire.key };
+        Ok(Self { id: wire.id, prompt: wire.prompt, sampling, cache_salt, cache_keep, turn })
     }
 }
 

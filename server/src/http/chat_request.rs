@@ -117,6 +117,7 @@ impl ChatRequest {
         resolve_thinking(&mut fields)?;
         let cache_salt = fields.cache_salt()?;
         let cache_keep = cache_control::read(&fields)?;
+        let turn = fields.turn()?;
         // DeepSeek's crate knows no such fields.
         let _ = (fields.take("cache_salt"), fields.take("cache_control"));
 
@@ -151,6 +152,7 @@ impl ChatRequest {
             sampling: params,
             cache_salt,
             cache_keep,
+            turn,
         };
         Ok(Self { generate, recipe, model, max_calls })
     }

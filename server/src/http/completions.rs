@@ -50,6 +50,7 @@ impl CompletionRequest {
         let wanted = fields.at_least("max_tokens", 1)?.unwrap_or(DEFAULT_MAX_TOKENS);
         let cache_salt = fields.cache_salt()?;
         let cache_keep = cache_control::read(&fields)?;
+        let turn = fields.turn()?;
         let (stream, include_usage) = stream_fields(&fields)?;
         let prompt = prompt_tokens(state, &mut fields)?;
         let room = state.room(prompt.len(), "prompt")?;
@@ -61,6 +62,7 @@ impl CompletionRequest {
             sampling: params,
             cache_salt,
             cache_keep,
+            turn,
         };
         Ok(Self { generate, model, stream, include_usage, stops: stops.texts })
     }

@@ -148,7 +148,9 @@ impl ApiError {
     pub fn from_submit(error: &SubmitError, retry_after: u32) -> Self {
         let message = error.to_string();
         match error {
-            SubmitError::QueueFull { .. } => Self::unavailable("queue_full", message, retry_after),
+            SubmitError::QueueFull { .. } | SubmitError::QueueFullOfTokens { .. } => {
+                Self::unavailable("queue_full", message, retry_after)
+            }
             SubmitError::Draining => Self::unavailable("shutting_down", message, retry_after),
             SubmitError::TooLong { prompt, limit } => Self::too_long(None, *prompt, *limit),
             SubmitError::NeverFits { .. } => {

@@ -1,7 +1,9 @@
 //! Typed access to the fields of a JSON request body.
 
 use super::error::ApiError;
+use crate::engine::Turn;
 use serde_json::{Map, Value};
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 
 /// A JSON object whose fields are read by name; `null` counts as absent.
 #[derive(Debug)]
@@ -45,6 +47,24 @@ impl Fields {
             )),
             Some(salt) => Ok(salt.to_owned()),
         }
+    }
+
+    /// `priority`, as in vLLM, and `user`, whose requests take turns with those of others.
+    pub(super) fn turn(&self) -> Result<Turn, ApiError> {
+        let priority = self.integer("priority")?.unwrap_or(0);
+        let priority = i32::try_from(priority).map_err(|_| {
+            ApiError::invalid("priority", format!("priority is {priority}, and must have 32 bits"))
+        })?;
+        let key = match self.string("user")? {
+            None => 0,
+            Some(user) => {
+                // The same in all processes: a prefill worker hears of it too.
+                let mut hasher = DefaultHasher::new();
+                user.hash(&mut hasher);
+                hasher.finish()
+            }
+        };
+        Ok(Turn { priority, key })
     }
 
     pub(super) fn flag(&self, name: &str) -> Result<Option<bool>, ApiError> {

@@ -254,13 +254,15 @@ fn labelled(mut metric: Metric, name: &str, value: &str) -> Metric {
 
 type Plain = (&'static str, MetricKind, u64, &'static str);
 
-fn requests(n: &Snapshot) -> [Plain; 5] {
+fn requests(n: &Snapshot) -> [Plain; 7] {
     [
         ("sglang:num_running_reqs", Gauge, n.running, "Requests that run"),
         ("sglang:num_queue_reqs", Gauge, n.queued, "Requests that wait"),
         ("sglang:prompt_tokens_total", Counter, n.prefill_tokens, "Prompt tokens computed"),
         ("sglang:generation_tokens_total", Counter, n.generation_tokens, "Tokens generated"),
         ("dsv4:steps_total", Counter, n.steps, "Forward passes"),
+        ("dsv4:queued_tokens", Gauge, n.queued_tokens, "Uncached prompt tokens that wait"),
+        ("dsv4:requests_late_total", Counter, n.late, "Requests that had waited too long"),
     ]
 }
 

@@ -150,6 +150,10 @@ impl Cache {
         self.clock.elapsed().as_micros().try_into().unwrap_or(u64::MAX)
     }
 
+    pub(super) const fn tiers(&self) -> &Tiers {
+        &self.tiers
+    }
+
     /// How long until something is due.
     pub(super) fn pause(&self) -> Option<Duration> {
         let due = self.tiers.poll_timeout().into_iter().chain(self.probing.due()).min()?;

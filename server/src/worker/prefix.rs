@@ -170,6 +170,24 @@ impl Prefixes {
         self.tree.as_mut()?.lookup(&seq.chain, most)
     }
 
+    /// Tokens of a sequence that need not be computed, as it looks now.
+    pub(super) fn reach(&self, tiers: Option<&Tiers>, seq: &mut Sequence, role: Role) -> u32 {
+        let Some(tree) = &self.tree else { return 0 };
+        self.hash(seq);
+        let chain = &seq.chain[..wanted_blocks(seq, role)];
+        let here = tree.peek_blocks(chain).len();
+        let boundary = |hash: &ChainHash| tree.has_boundary(hash);
+        let blocks = if needs_boundary(role) {
+            let device = (1..=here).rev().find(|depth| boundary(&chain[depth - 1])).unwrap_or(0);
+            let below =
+                tiers.and_then(|tiers| tiers.reach(chain, here, device, chain.len(), boundary));
+            below.unwrap_or(device)
+        } else {
+            tiers.map_or(here, |tiers| tiers.reach_blocks(chain, here, chain.len()))
+        };
+        blocks as u32 * BLOCK_TOKENS
+    }
+
     /// The longest prefix of a sequence that is below the device and, as it is needed, not on it.
     pub(super) fn missing(
         &mut self,

@@ -141,6 +141,7 @@ impl Worker {
             sampling: seq.sampling.clone(),
             cache_salt: seq.salt.clone(),
             cache_keep: seq.keep,
+            turn: seq.turn,
         };
         let start = Start {
             attempt,

@@ -104,8 +104,7 @@ impl Worker {
         let seq = Sequence::of_peer(id, request, origin, peer, context);
         self.sequences.insert(id, seq);
         self.attempts.insert(attempt, id);
-        self.scheduler.enqueue(id, need);
-        self.prefetch(id);
+        self.enqueue(id, need);
         Ok(())
     }
 

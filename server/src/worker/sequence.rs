@@ -2,7 +2,7 @@
 
 use super::PeerKey;
 use super::faults::PeerName;
-use crate::engine::{CacheKeep, Event, FailureKind, FinishReason, GenerateRequest, Usage};
+use crate::engine::{CacheKeep, Event, FailureKind, FinishReason, GenerateRequest, Turn, Usage};
 use crate::glue::handoff::TagBinding;
 use crate::glue::payload::PrefillRequest;
 use crate::scheduler::SeqId;
@@ -82,6 +82,8 @@ pub(super) struct Sequence {
     pub(super) salt: String,
     /// How long its prefix is to stay in host memory.
     pub(super) keep: CacheKeep,
+    /// Its place among others that wait.
+    pub(super) turn: Turn,
     pub(super) max_tokens: u32,
     pub(super) stop_tokens: Vec<u32>,
     /// Prompt tokens that a cache had, here or at the peer that computed the prompt.
@@ -120,8 +122,9 @@ impl Sequence {
         events: UnboundedSender<Event>,
     ) -> Self {
         let GenerateRequest { max_tokens, stop_tokens, .. } = request;
-        let GenerateRequest { id: name, prompt, sampling, cache_salt, cache_keep, .. } = request;
-        let request = PrefillRequest { id: name, prompt, sampling, cache_salt, cache_keep };
+        let GenerateRequest { prompt, sampling, cache_salt, cache_keep, turn, .. } = request;
+        let request =
+            PrefillRequest { id: request.id, prompt, sampling, cache_salt, cache_keep, turn };
         let waiting = Self::waiting(id, request, Origin::Client { events });
         Self { max_tokens, stop_tokens, ..waiting }
     }
@@ -152,6 +155,7 @@ impl Sequence {
             sampling: request.sampling,
             salt: request.cache_salt,
             keep: request.cache_keep,
+            turn: request.turn,
             max_tokens: 1,
             stop_tokens: Vec::new(),
             cached: 0,

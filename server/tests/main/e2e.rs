@@ -46,5 +46,7 @@ mod start_stop;
 mod tamper;
 #[path = "e2e/turns.rs"]
 mod turns;
+#[path = "e2e/turns_of_keys.rs"]
+mod turns_of_keys;
 #[path = "e2e/workers.rs"]
 mod workers;

@@ -36,6 +36,7 @@ fn payloads() -> [Vec<u8>; 3] {
         sampling,
         cache_salt: "tenant".to_owned(),
         cache_keep: CacheKeep::Seconds(300),
+        turn: dsv4_server::engine::Turn::default(),
     };
     let sampling = SamplingParams {
         logit_bias: vec![(3, -1.0), (4, 2.0)],

@@ -56,6 +56,7 @@ impl Workers {
             sampling,
             cache_salt: String::new(),
             cache_keep: CacheKeep::AsUsed,
+            turn: dsv4_server::engine::Turn::default(),
         };
         let mut generation = self.node().engine().submit(request).expect("it is accepted");
         let mut answer = Vec::new();
