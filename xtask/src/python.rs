@@ -1,20 +1,23 @@
-//! The Python environment of the end-to-end tests: `.venv` with the `openai` client.
+//! The Python environment of the end-to-end tests: `.venv` with the `anthropic` and `openai` clients.
 
 use crate::sh;
 use anyhow::{Context as _, Result, bail};
 use std::path::{Path, PathBuf};
 
-/// Tells the tests which interpreter has the client.
+/// Tells the tests which interpreter has the clients.
 pub(crate) const VARIABLE: &str = "DSV4_TEST_PYTHON";
 /// What is installed, with versions.
 const REQUIREMENTS: &str = "xtask/requirements.txt";
 
-/// The interpreter that has the client: `DSV4_TEST_PYTHON` if set, otherwise the one in `.venv`,
+/// The clients, as they are imported.
+const CLIENTS: &str = "import anthropic, openai";
+
+/// The interpreter that has the clients: `DSV4_TEST_PYTHON` if set, otherwise the one in `.venv`,
 /// which is made if it is not there or out of date.
 pub(crate) fn ensure() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os(VARIABLE).map(PathBuf::from) {
-        if !sh::succeeds(sh::command(&path).args(["-c", "import openai"])) {
-            bail!("{VARIABLE} is {}, which has no openai package", path.display());
+        if !sh::succeeds(sh::command(&path).args(["-c", CLIENTS])) {
+            bail!("{VARIABLE} is {}, which lacks a package of {REQUIREMENTS}", path.display());
         }
         return Ok(path);
     }
@@ -23,7 +26,7 @@ pub(crate) fn ensure() -> Result<PathBuf> {
         .with_context(|| format!("read {REQUIREMENTS}"))?;
     let (python, stamp) = (root.join(".venv/bin/python"), root.join(".venv/requirements.txt"));
     let is_current = std::fs::read_to_string(&stamp).is_ok_and(|have| have == wanted);
-    if is_current && sh::succeeds(sh::command(&python).args(["-c", "import openai"])) {
+    if is_current && sh::succeeds(sh::command(&python).args(["-c", CLIENTS])) {
         return Ok(python);
     }
     make_environment()?;

@@ -23,8 +23,8 @@ pub(crate) const LOOM: &str = "loom/Cargo.toml";
 const SEED: &str = "DSV4_TEST_SEED";
 /// Requests of the simulation with every fault on, for the nightly run.
 const REQUESTS: &str = "DSV4_SIM_REQUESTS";
-/// Tests that call the server through the `openai` Python package have this in their name.
-const PYTHON_TESTS: &str = "openai_client";
+/// Tests that call the server through Python packages have this in their name.
+const PYTHON_TESTS: &str = "python_clients";
 
 /// Which program runs the tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
