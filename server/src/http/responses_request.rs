@@ -24,13 +24,12 @@ const FUNCTION: &[Member] = &[
     may("strict", Shape::Flag),
 ];
 
-const NAME: &[Member] = &[must("name", Shape::Text)];
-
 const TOOL: Shape = Shape::Tagged(
     "type",
     &[
         ("function", FUNCTION),
-        ("custom", NAME),
+        // Its description is DeepSeek's; others would need a grammar.
+        ("custom", &[must("name", Shape::Word(&["apply_patch"]))]),
         (
             "namespace",
             &[

@@ -603,7 +603,8 @@ async fn a_long_prompt_is_filled_with_pings() {
         .into_iter()
         .for_each(|e| open.events.send(e).unwrap());
     let rest = events(stream).await;
-    assert!(rest.iter().any(|event| event["delta"]["text"] == "yes"), "{rest:?}");
+    let text: String = rest.iter().filter_map(|event| event["delta"]["text"].as_str()).collect();
+    assert_eq!(text, "yes", "{rest:?}");
     assert_eq!(rest.last().unwrap()["type"], "message_stop");
     let metrics = server.client.get("/metrics").await;
     for line in [

@@ -93,7 +93,6 @@ fn responses() -> Value {
         "tools": [
             {"type": "function", "name": "f", "description": "d", "strict": false,
                 "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-            {"type": "custom", "name": "apply_patch"},
             {"type": "namespace", "name": "n", "description": "d", "tools":
                 [{"type": "function", "name": "g", "parameters": {"type": "object"}}]},
             {"type": "web_search"},
