@@ -39,8 +39,8 @@ pub struct Turn {
 }
 
 /// How long the prefix of a prompt is to stay in host memory, as far as there is room for such
-/// wishes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// wishes. Longer is greater.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CacheKeep {
     /// Until others were used since, and want its room.
     #[default]

@@ -1,4 +1,5 @@
-//! The OpenAI-compatible HTTP API of a worker, its metrics and its web page.
+//! The HTTP APIs of a worker (OpenAI's Chat Completions, Completions and Responses, Anthropic's
+//! Messages), its metrics and its web page.
 //!
 //! Requests, prompts and model output go through DeepSeek's own `deepseek-recipe`; this module
 //! wraps it where it falls short: sampling is honoured in thinking mode too, limits come from the
@@ -8,7 +9,11 @@
 //! What differs from OpenAI's API: one answer per request (`n` is 1); no constrained decoding, so
 //! `response_format` and `strict` tools only shape the prompt, and what would promise more is
 //! refused; `max_tokens` beyond the context is cut, not refused; stop texts are looked for in the
-//! answer, not in the reasoning and not in tool calls; `echo` and `suffix` are refused.
+//! answer, not in the reasoning and not in tool calls; `echo` and `suffix` are refused; Responses
+//! are not stored, so `previous_response_id` is refused.
+//! What differs from Anthropic's: `max_tokens` may be missing, `budget_tokens` does not bound the
+//! thinking, a `cache_control` anywhere is about the whole prompt, and nothing is run on the
+//! server's side.
 //! Additions: `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`,
 //! `chat_template_kwargs` (`thinking`, `enable_thinking`), and `add_special_tokens` for raw
 //! completions.
@@ -21,14 +26,20 @@ pub mod error;
 mod fields;
 mod generate;
 mod info;
+mod messages;
+mod messages_request;
 pub mod metrics;
 mod parse;
 mod pieces;
+mod prompt;
+mod responses;
+mod responses_request;
 mod sampling;
 mod serve;
 mod shape;
 mod sse;
 mod stop;
+mod tokens;
 
 use crate::engine::Engine;
 use axum::Router;
@@ -38,12 +49,12 @@ use axum::http::{HeaderName, HeaderValue, Method, Uri};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use chat_request::ChatEncoder;
 use dsv4_model::text::Tokenizer;
-use error::ApiError;
+use error::{ApiError, ErrorStyle};
 use fields::Fields;
 pub(crate) use generate::collect_body;
 use metrics::HttpMetrics;
+use prompt::ChatEncoder;
 pub use serve::{HEADER_TIMEOUT, serve};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -185,6 +196,11 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
         .route("/v1/models/{id}", get(info::model))
         .route("/v1/chat/completions", post(chat::chat_completions))
         .route("/v1/completions", post(completions::completions))
+        .route("/v1/messages", post(messages::messages))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/v1/responses", post(responses::responses))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
         .fallback(no_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(Arc::clone(&state), observe))
@@ -245,7 +261,8 @@ async fn observe(
         _ => "other".to_owned(),
     };
     let path = known_path(request.uri().path());
-    let mut response = next.run(request).await;
+    let style = ErrorStyle::of(request.uri().path());
+    let mut response = style.restate(&id, next.run(request).await);
     state.metrics.count_response(&method, path, response.status().as_u16());
     response.headers_mut().insert(REQUEST_ID, id.header());
     response
@@ -253,7 +270,7 @@ async fn observe(
 
 /// A path as a label: one of a fixed set.
 pub(crate) fn known_path(path: &str) -> &'static str {
-    const PATHS: [&str; 7] = [
+    const PATHS: [&str; 12] = [
         "/",
         "/health",
         "/metrics",
@@ -261,6 +278,11 @@ pub(crate) fn known_path(path: &str) -> &'static str {
         "/v1/models",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/tokenize",
+        "/detokenize",
     ];
     match PATHS.into_iter().find(|&known| known == path) {
         Some(known) => known,

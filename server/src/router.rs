@@ -9,7 +9,7 @@ mod proxy;
 mod view;
 mod workers;
 
-use crate::http::error::ApiError;
+use crate::http::error::{ApiError, ErrorStyle};
 use crate::http::{HTML, PAGE, RequestId, known_path, no_path, wrong_method};
 use axum::Router;
 use axum::body::Body;
@@ -117,6 +117,11 @@ impl ReverseProxy {
             .route("/v1/models/{id}", get(proxy::forward))
             .route("/v1/chat/completions", post(proxy::forward))
             .route("/v1/completions", post(proxy::forward))
+            .route("/v1/messages", post(proxy::forward))
+            .route("/v1/messages/count_tokens", post(proxy::forward))
+            .route("/v1/responses", post(proxy::forward))
+            .route("/tokenize", post(proxy::forward))
+            .route("/detokenize", post(proxy::forward))
             .fallback(no_path)
             .method_not_allowed_fallback(wrong_method)
             .layer(middleware::from_fn_with_state(Arc::clone(&state), observe))
@@ -178,7 +183,8 @@ async fn observe(
     };
     request.extensions_mut().insert(id.clone());
     let path = known_path(request.uri().path());
-    let mut response = next.run(request).await;
+    let style = ErrorStyle::of(request.uri().path());
+    let mut response = style.restate(&id, next.run(request).await);
     state.workers.count_response(path, response.status().as_u16());
     response.headers_mut().insert(crate::http::REQUEST_ID, id.header());
     response

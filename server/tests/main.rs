@@ -18,17 +18,25 @@ mod golden;
 mod http;
 #[path = "main/kv_events.rs"]
 mod kv_events;
+#[path = "main/messages.rs"]
+mod messages;
 #[path = "main/moto.rs"]
 mod moto;
 #[path = "main/objects.rs"]
 mod objects;
 #[path = "main/payload.rs"]
 mod payload;
+#[path = "main/props.rs"]
+mod props;
 #[path = "main/recipe.rs"]
 mod recipe;
+#[path = "main/responses.rs"]
+mod responses;
 #[path = "main/router.rs"]
 mod router;
 #[path = "main/streams.rs"]
 mod streams;
+#[path = "main/tokens.rs"]
+mod tokens;
 #[path = "main/wording.rs"]
 mod wording;

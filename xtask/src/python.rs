@@ -9,7 +9,7 @@ pub(crate) const VARIABLE: &str = "DSV4_TEST_PYTHON";
 /// What is installed, with versions.
 const REQUIREMENTS: &str = "xtask/requirements.txt";
 /// Succeeds where all of that is.
-const IMPORTS: &str = "import msgspec, openai, zmq";
+const IMPORTS: &str = "import anthropic, msgspec, openai, zmq";
 
 /// The interpreter that has the clients: `DSV4_TEST_PYTHON` if set, otherwise the one in `.venv`,
 /// which is made if it is not there or out of date.

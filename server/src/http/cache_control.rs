@@ -12,39 +12,60 @@ const EPHEMERAL_S: u32 = 5 * 60;
 /// Most seconds that a prefix may be kept for: a week. Longer is `pin`.
 const MAX_S: u64 = 7 * 24 * 60 * 60;
 
-/// Reads the field: `{"ttl": "5m"}` with a whole number and s, m, h or d, or a number of seconds;
-/// `{"pin": true}`; `{"type": "ephemeral"}`, alone or with a `ttl`.
+/// Reads the field of a request, which is about its whole prompt; see [`read_at`].
 ///
 /// # Errors
-/// Anything else, by its name.
+/// A value that is not understood, by its name.
 pub(super) fn read(fields: &Fields) -> Result<CacheKeep, ApiError> {
-    let map = match fields.get(NAME) {
-        None => return Ok(CacheKeep::AsUsed),
-        Some(Value::Object(map)) => map,
-        Some(other) => {
-            let message = format!("{NAME} is {}, and must be an object", kind_of(other));
-            return Err(ApiError::invalid(NAME, message));
+    fields.get(NAME).map_or(Ok(CacheKeep::AsUsed), |value| read_at(NAME, value))
+}
+
+/// Reads the fields of content blocks, tools and messages in a list, and of what is in their
+/// `content`; `at` is the list's place. The longest wish of any counts, since what is kept is the
+/// prompt up to its end.
+///
+/// # Errors
+/// A value that is not understood, by its place.
+pub(super) fn of_blocks(at: &str, value: &Value) -> Result<CacheKeep, ApiError> {
+    let Value::Array(blocks) = value else { return Ok(CacheKeep::AsUsed) };
+    let mut keep = CacheKeep::AsUsed;
+    for (index, block) in blocks.iter().enumerate() {
+        if let Some(value) = block.get(NAME).filter(|value| !value.is_null()) {
+            keep = keep.max(read_at(&format!("{at}[{index}].{NAME}"), value)?);
         }
+        if let Some(content) = block.get("content") {
+            keep = keep.max(of_blocks(&format!("{at}[{index}].content"), content)?);
+        }
+    }
+    Ok(keep)
+}
+
+/// Reads `{"ttl": "5m"}` with a whole number and s, m, h or d, or a number of seconds;
+/// `{"pin": true}`; `{"type": "ephemeral"}`, alone or with a `ttl`.
+fn read_at(at: &str, value: &Value) -> Result<CacheKeep, ApiError> {
+    let Value::Object(map) = value else {
+        let message = format!("{at} is {}, and must be an object", kind_of(value));
+        return Err(ApiError::invalid(at, message));
     };
     if let Some(name) = map.keys().find(|name| !["type", "ttl", "pin"].contains(&name.as_str())) {
-        let message = format!("{NAME} has no field {name:?}: it has type, ttl and pin");
-        return Err(ApiError::invalid(NAME, message));
+        let message = format!("{at} has no field {name:?}: it has type, ttl and pin");
+        return Err(ApiError::invalid(at, message));
     }
     let get = |name| map.get(name).filter(|value: &&Value| !value.is_null());
     let is_ephemeral = match get("type") {
         None => false,
         Some(Value::String(name)) if name == "ephemeral" => true,
-        Some(other) => return Err(wrong("type", other, "\"ephemeral\"")),
+        Some(other) => return Err(wrong(at, "type", other, "\"ephemeral\"")),
     };
     let is_pinned = match get("pin") {
         None => false,
         Some(Value::Bool(pin)) => *pin,
-        Some(other) => return Err(wrong("pin", other, "true or false")),
+        Some(other) => return Err(wrong(at, "pin", other, "true or false")),
     };
-    let ttl = get("ttl").map(seconds).transpose()?;
+    let ttl = get("ttl").map(|ttl| seconds(at, ttl)).transpose()?;
     match (is_pinned, ttl) {
         (true, Some(_)) => {
-            Err(ApiError::invalid(NAME, format!("{NAME} has a ttl, and a pin that has no end")))
+            Err(ApiError::invalid(at, format!("{at} has a ttl, and a pin that has no end")))
         }
         (true, None) => Ok(CacheKeep::Pinned),
         (false, Some(ttl)) => Ok(CacheKeep::Seconds(ttl)),
@@ -53,28 +74,29 @@ pub(super) fn read(fields: &Fields) -> Result<CacheKeep, ApiError> {
     }
 }
 
-fn seconds(value: &Value) -> Result<u32, ApiError> {
+fn seconds(at: &str, value: &Value) -> Result<u32, ApiError> {
     let found = match value {
         Value::String(text) => duration(text).ok().map(|ttl| ttl.as_secs()),
         other => other.as_u64(),
     };
     let found = found.filter(|ttl| (1..=MAX_S).contains(ttl));
     found.and_then(|ttl| u32::try_from(ttl).ok()).ok_or_else(|| {
-        wrong("ttl", value, "from 1 second to 7 days: a number of seconds, or like 90s, 5m, 1h, 2d")
+        let wanted = "from 1 second to 7 days: a number of seconds, or like 90s, 5m, 1h, 2d";
+        wrong(at, "ttl", value, wanted)
     })
 }
 
-fn wrong(name: &str, value: &Value, wanted: &str) -> ApiError {
+fn wrong(at: &str, name: &str, value: &Value, wanted: &str) -> ApiError {
     let found = match value {
         Value::String(text) if text.len() <= 32 => format!("{text:?}"),
         other => shown(other),
     };
-    ApiError::invalid(NAME, format!("{NAME}.{name} is {found}, and must be {wanted}"))
+    ApiError::invalid(at, format!("{at}.{name} is {found}, and must be {wanted}"))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{CacheKeep, Fields, read};
+    use super::{CacheKeep, Fields, of_blocks, read};
     use serde_json::{Value, json};
 
     fn keep(value: &Value) -> Result<CacheKeep, String> {
@@ -118,5 +140,27 @@ mod tests {
             let error = keep(&value).expect_err(&value.to_string());
             assert!(error.contains(names), "{value}: {error}");
         }
+    }
+
+    #[test]
+    fn the_longest_wish_of_any_block_counts() {
+        let ephemeral = json!({"type": "ephemeral"});
+        let hour = json!({"type": "ephemeral", "ttl": "1h"});
+        let result = json!({"type": "tool_result", "content": [
+            {"type": "text", "text": "a", "cache_control": hour},
+            {"type": "text", "text": "b"},
+        ]});
+        let messages = json!([
+            {"role": "user", "content": "a"},
+            {"role": "user", "content": [{"type": "text", "cache_control": ephemeral}, result]},
+            {"role": "user", "content": [{"type": "text", "cache_control": null}]},
+        ]);
+        assert_eq!(of_blocks("messages", &messages), Ok(CacheKeep::Seconds(3600)));
+        assert_eq!(of_blocks("system", &json!("text")), Ok(CacheKeep::AsUsed));
+        let pinned = json!([{"cache_control": {"pin": true}}, {"cache_control": hour}]);
+        assert_eq!(of_blocks("tools", &pinned), Ok(CacheKeep::Pinned));
+        let wrong = json!([{"content": [{"cache_control": {"type": "ephemeral", "ttl": "9"}}]}]);
+        let error = of_blocks("messages", &wrong).expect_err("no unit").to_string();
+        assert!(error.contains("messages[0].content[0].cache_control.ttl is \"9\""), "{error}");
     }
 }

@@ -1,11 +1,9 @@
 //! `POST /v1/chat/completions`.
 
-use super::chat_request::ChatRequest;
 use super::error::ApiError;
-use super::generate::{self, Running};
 use super::metrics::RequestTimer;
-use super::parse::{ChatOutput, ParseSetup};
-use super::{AppState, RequestId, sse};
+use super::parse::Output;
+use super::{AppState, RequestId, chat_request, generate, sse};
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Extension, State};
@@ -13,9 +11,10 @@ use axum::http::Request;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use deepseek_recipe::openai::ChatCompletionRequest;
-use deepseek_recipe::openai::chat_completion::response::ChatCompletionResponse;
-use deepseek_recipe::request::ProtocolRequest;
-use deepseek_recipe::response::{Accumulate, ProtocolResponse};
+use deepseek_recipe::openai::chat_completion::response::{
+    ChatCompletionChunk, ChatCompletionResponse,
+};
+use deepseek_recipe::response::ProtocolResponse;
 use serde_json::json;
 use std::sync::Arc;
 use std::time::Instant;
@@ -31,38 +30,26 @@ pub(super) async fn chat_completions(
     let id = format!("chatcmpl-{}", super::random_id()?);
     let prepared = generate::prepare(&state, {
         let id = id.clone();
-        move |state| ChatRequest::prepare(state, id, &body)
+        move |state| chat_request::prepare(state, id, &body)
     })
     .await?;
-    let ChatRequest { generate: request, recipe, model, max_calls } = prepared;
-    let prompt_tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
-    let logprobs = request.sampling.want_logprob;
-    let Running { generation, first, timer } =
-        generate::submit(&state, request, &request_id, start).await?;
-    let setup = ParseSetup {
-        tokenizer: Arc::clone(&state.tokenizer),
-        generator: ChatCompletionRequest::chunk_generator(&recipe, id.clone(), model.clone()),
-        options: recipe.parsing_options,
-        max_calls,
-        logprobs,
-        fingerprint: state.system_fingerprint(),
-        prompt_tokens,
-    };
-    let output = ChatOutput::new(setup, generation, first);
-    if recipe.stream {
+    let head = Head { id, model: prepared.model.clone(), created: super::unix_time() };
+    let streams = prepared.recipe.stream;
+    let include_usage = prepared.recipe.response_options.include_usage;
+    let (output, timer) =
+        generate::begin::<ChatCompletionRequest>(&state, prepared, &request_id, start, None)
+            .await?;
+    if streams {
         let keep_alive = state.config.keep_alive;
-        let stream = ChatStream {
-            state,
-            output,
-            timer,
-            include_usage: recipe.response_options.include_usage,
-            head: Head { id, model, created: super::unix_time() },
-            phase: Phase::Output,
-        };
-        return Ok(sse::response(stream, keep_alive));
+        let phase = Phase::Output;
+        let stream = ChatStream { state, output, timer, include_usage, head, phase };
+        return Ok(sse::response(stream, keep_alive, sse::COMMENT));
     }
-    let head = Head { id, model, created: super::unix_time() };
-    whole(&state, output, timer, head).await
+    let response = ChatCompletionResponse::new(head.id, head.model, head.created, 0, 0);
+    let (mut response, usage, reasoning_tokens) =
+        generate::whole(&state, output, timer, response).await?;
+    response["usage"] = generate::usage_json(usage, reasoning_tokens);
+    Ok(Json(response).into_response())
 }
 
 /// What every chunk of a response repeats.
@@ -70,28 +57,6 @@ struct Head {
     id: String,
     model: String,
     created: u64,
-}
-
-/// Collects the whole answer.
-async fn whole(
-    state: &AppState,
-    mut output: ChatOutput,
-    mut timer: RequestTimer,
-    head: Head,
-) -> Result<Response, ApiError> {
-    let mut response = ChatCompletionResponse::new(head.id, head.model, head.created, 0, 0);
-    while let Some(chunk) = output.next().await {
-        match chunk {
-            Ok(chunk) => response.accumulate(chunk),
-            Err(failure) => return Err(generate::fail(state, &mut timer, &failure)),
-        }
-    }
-    let (usage, reasoning_tokens) = output.usage();
-    timer.finish(usage);
-    let mut response = serde_json::to_value(response)
-        .map_err(|error| ApiError::internal(format!("write the answer: {error}")))?;
-    response["usage"] = generate::usage_json(usage, reasoning_tokens);
-    Ok(Json(response).into_response())
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -105,7 +70,7 @@ enum Phase {
 /// The frames of a streamed chat.
 struct ChatStream {
     state: Arc<AppState>,
-    output: ChatOutput,
+    output: Output<ChatCompletionChunk>,
     timer: RequestTimer,
     include_usage: bool,
     head: Head,

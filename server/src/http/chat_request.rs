@@ -2,165 +2,167 @@
 
 use super::error::ApiError;
 use super::fields::{Fields, kind_of};
-use super::{AppState, cache_control, sampling, shape};
-use crate::engine::GenerateRequest;
+use super::prompt::{self, ChatEncoder, Prepared, Wishes};
+use super::shape::{self, EFFORTS, Member, Shape, THINKING, may, must};
+use super::{AppState, only_one_choice};
 use deepseek_recipe::openai::ChatCompletionRequest;
 use deepseek_recipe::openai::chat_completion::request::ChatCompletionRequestMessage;
-use deepseek_recipe::request::{
-    ConversationRequest, ConversionError, ConversionOptions, ModelVersion, ProtocolRequest,
-};
-use deepseek_recipe_encoding::v4::dsv4::DeepseekV4Encoding;
-use deepseek_recipe_encoding::{PromptEncoding, PromptTokenizer, TokenizerEncoder};
+use deepseek_recipe::request::{ConversationRequest, ProtocolRequest};
 use dsv4_model::sample::MAX_LOGPROBS;
-use dsv4_model::text::Tokenizer;
-use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use std::ops::Range;
 
-/// Spellings that the encoder treats as tokens inside assistant messages, although they belong to
-/// later models. A tokenizer without them reads them as text.
-const GROUNDING: [&str; 8] = [
-    "<｜ref｜>",
-    "<｜/ref｜>",
-    "<｜box｜>",
-    "<｜/box｜>",
-    "<｜point｜>",
-    "<｜/point｜>",
-    "<｜polygon｜>",
-    "<｜/polygon｜>",
+const FUNCTION: Shape = Shape::Word(&["function"]);
+
+const TOOL: Shape = Shape::Object(&[
+    must("type", FUNCTION),
+    must(
+        "function",
+        Shape::Object(&[
+            must("name", Shape::Text),
+            may("description", Shape::Text),
+            may("parameters", Shape::Object(&[])),
+            may("strict", Shape::Flag),
+        ]),
+    ),
+]);
+
+const NAMED_TOOL: &[Member] =
+    &[must("type", FUNCTION), must("function", Shape::Object(&[must("name", Shape::Text)]))];
+
+const FORMAT: Shape = Shape::Tagged(
+    "type",
+    &[
+        ("text", &[]),
+        ("json_object", &[]),
+        (
+            "json_schema",
+            &[must(
+                "json_schema",
+                Shape::Object(&[
+                    must("schema", Shape::Any),
+                    may("name", Shape::Text),
+                    may("strict", Shape::Flag),
+                ]),
+            )],
+        ),
+    ],
+);
+
+/// Fields of a request, apart from those that are read one by one.
+const FIELDS: &[Member] = &[
+    may("stream", Shape::Flag),
+    may("stream_options", Shape::Object(&[may("include_usage", Shape::Flag)])),
+    may("thinking", THINKING),
+    may("reasoning_effort", EFFORTS),
+    may(
+        "chat_template_kwargs",
+        Shape::Object(&[may("thinking", Shape::Flag), may("enable_thinking", Shape::Flag)]),
+    ),
+    may("response_format", FORMAT),
+    may("tools", Shape::List(&TOOL)),
+    may("tool_choice", Shape::WordOrObject(&["none", "auto", "required"], NAMED_TOOL)),
+    may("parallel_tool_calls", Shape::Flag),
 ];
 
-/// What every chat request is converted with.
-pub(super) struct ChatEncoder {
-    options: ConversionOptions,
-    encoding: DeepseekV4Encoding,
+const BLOCK: Shape = Shape::Tagged(
+    "type",
+    &[
+        ("text", &[must("text", Shape::Text)]),
+        (
+            "image_url",
+            &[must(
+                "image_url",
+                Shape::Object(&[
+                    must("url", Shape::Text),
+                    may("detail", Shape::Word(&["low", "high", "original", "auto"])),
+                ]),
+            )],
+        ),
+        (
+            "file",
+            &[
+                may("file_id", Shape::Text),
+                may("file_data", Shape::Text),
+                may("filename", Shape::Text),
+            ],
+        ),
+    ],
+);
+
+const CALL: Shape = Shape::Object(&[
+    must("id", Shape::Text),
+    must("type", FUNCTION),
+    must("function", Shape::Object(&[must("name", Shape::Text), must("arguments", Shape::Text)])),
+]);
+
+const CONTENT: Shape = Shape::TextOrList(&BLOCK);
+
+const MESSAGE: Shape = Shape::Tagged(
+    "role",
+    &[
+        ("system", &[must("content", CONTENT), may("name", Shape::Text)]),
+        ("user", &[must("content", CONTENT), may("name", Shape::Text)]),
+        (
+            "assistant",
+            &[
+                may("content", CONTENT),
+                may("reasoning_content", Shape::Text),
+                may("name", Shape::Text),
+                may("tool_calls", Shape::List(&CALL)),
+                may("prefix", Shape::Flag),
+            ],
+        ),
+        ("tool", &[must("content", CONTENT), must("tool_call_id", Shape::Text)]),
+        ("latest_reminder", &[must("content", Shape::Text)]),
+    ],
+);
+
+/// Fields that errors of the conversion may be about.
+const NAMED: [&str; 12] = [
+    "tool_choice",
+    "reasoning_effort",
+    "response_format",
+    "stream_options",
+    "parallel_tool_calls",
+    "reasoning_content",
+    "tool_call_id",
+    "tool_calls",
+    "messages",
+    "thinking",
+    "stream",
+    "tools",
+];
+
+/// Reads a body and encodes its messages.
+pub(super) fn prepare(state: &AppState, id: String, body: &[u8]) -> Result<Prepared, ApiError> {
+    let (recipe, wishes) = read(state, Fields::parse(body)?)?;
+    Prepared::new(state, id, recipe, wishes, "messages")
 }
 
-impl std::fmt::Debug for ChatEncoder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ChatEncoder").field("options", &self.options).finish_non_exhaustive()
+/// Reads the fields of a chat.
+pub(super) fn read(
+    state: &AppState,
+    mut fields: Fields,
+) -> Result<(ConversationRequest, Wishes), ApiError> {
+    let mut wishes = Wishes::read(state, &mut fields, "stop")?;
+    refuse_unsupported(&fields)?;
+    shape::check_fields(&fields, FIELDS)?;
+    wishes.max_calls = allowed_calls(&fields)?;
+    wishes.max_tokens = max_tokens(&mut fields)?;
+    if fields.flag("logprobs")?.unwrap_or(false) {
+        wishes.sampling.want_logprob = true;
+        wishes.sampling.logprobs = fields.count("top_logprobs", 0, MAX_LOGPROBS)?.unwrap_or(0);
+    } else if fields.get("top_logprobs").is_some() {
+        return Err(ApiError::invalid("top_logprobs", "top_logprobs needs logprobs: true"));
     }
-}
-
-impl ChatEncoder {
-    pub(super) fn new(tokenizer: &Tokenizer, names: &[String], default_thinking: bool) -> Self {
-        let names = names.iter().map(|name| (name.clone(), ModelVersion::DeepseekV4Pro));
-        let encoder = KnownSpecials {
-            inner: PromptTokenizer::new(tokenizer.inner()),
-            unknown: GROUNDING
-                .into_iter()
-                .filter(|&token| {
-                    !tokenizer.inner().get_added_vocabulary().get_vocab().contains_key(token)
-                })
-                .collect(),
-        };
-        Self {
-            options: ConversionOptions::new()
-                .with_model_versions_by_name(names)
-                .with_default_thinking_mode(default_thinking)
-                // The context is the only bound; the crate's own would refuse what fits.
-                .with_thinking_max_tokens_upper_bound(u32::MAX)
-                .with_non_thinking_max_tokens_upper_bound(u32::MAX),
-            encoding: DeepseekV4Encoding::new().with_tokenizer(encoder),
-        }
-    }
-}
-
-/// A prompt tokenizer that reads special tokens which the vocabulary lacks as text.
-struct KnownSpecials {
-    inner: PromptTokenizer,
-    unknown: Vec<&'static str>,
-}
-
-impl TokenizerEncoder for KnownSpecials {
-    fn encode_ids(&self, text: &str, special_ranges: &[Range<usize>]) -> Result<Vec<u32>, String> {
-        let known: Vec<_> = special_ranges
-            .iter()
-            .filter(|range| !self.unknown.contains(&&text[(*range).clone()]))
-            .cloned()
-            .collect();
-        self.inner.encode_ids(text, &known)
-    }
-}
-
-/// A chat request that can be submitted.
-pub(super) struct ChatRequest {
-    pub(super) generate: GenerateRequest,
-    /// deepseek-recipe's view, with everything that parsing the output needs.
-    pub(super) recipe: ConversationRequest,
-    /// Model name as the client wrote it.
-    pub(super) model: String,
-    /// Tool calls that the client accepts.
-    pub(super) max_calls: u32,
-}
-
-impl ChatRequest {
-    /// Reads a body. Takes time in proportion to its length, so it belongs on a blocking thread.
-    pub(super) fn prepare(state: &AppState, id: String, body: &[u8]) -> Result<Self, ApiError> {
-        let mut fields = Fields::parse(body)?;
-        let info = state.engine.info();
-        let model = state.model_of(&fields)?;
-        fields.0.insert("model".to_owned(), Value::String(model.clone()));
-        refuse_unsupported(&fields)?;
-        shape::check_fields(&fields)?;
-        let mut params = sampling::read(&fields, info.vocab_size)?;
-        let stops =
-            sampling::stops(&mut fields, &state.tokenizer, info.eos_token, info.vocab_size)?;
-        let max_calls = allowed_calls(&fields)?;
-        let wanted = max_tokens(&mut fields)?;
-        if fields.flag("logprobs")?.unwrap_or(false) {
-            params.want_logprob = true;
-            params.logprobs = fields.count("top_logprobs", 0, MAX_LOGPROBS)?.unwrap_or(0);
-        } else if fields.get("top_logprobs").is_some() {
-            return Err(ApiError::invalid("top_logprobs", "top_logprobs needs logprobs: true"));
-        }
-        resolve_thinking(&mut fields)?;
-        let cache_salt = fields.cache_salt()?;
-        let cache_keep = cache_control::read(&fields)?;
-        let turn = fields.turn()?;
-        // DeepSeek's crate knows no such fields.
-        let _ = (fields.take("cache_salt"), fields.take("cache_control"));
-
-        let mut recipe = convert(fields, &state.chat)?;
-        recipe.parsing_options.stop_sequences = stops.texts;
-        // Markup that the client cannot use is swallowed, not shown as text.
-        recipe.parsing_options.parse_tool_calls |= max_calls == 0;
-        if state.config.recipe_sampling {
-            let options = &recipe.inference_options;
-            params.temperature = options.temperature.unwrap_or(params.temperature);
-            params.top_p = options.top_p.unwrap_or(params.top_p);
-        }
-        let text = state.chat.encoding.render_conversation(&recipe.conversation);
-        state.fits_at_all(text.prompt.len(), "messages")?;
-        let prompt = state
-            .chat
-            .encoding
-            .encode(&recipe.conversation)
-            .map_err(|error| ApiError::internal(error.to_string()))?;
-        let context = info.context_length;
-        let room = state.room(prompt.len(), "messages")?;
-        recipe.inference_options.max_tokens = wanted.map(|wanted| wanted.min(room));
-        let prompt_tokens = context - room;
-        let max_tokens = recipe
-            .resolve_max_tokens(prompt_tokens, context)
-            .map_err(|error| conversion_error(&error))?;
-        let generate = GenerateRequest {
-            id,
-            prompt,
-            max_tokens,
-            stop_tokens: stops.tokens,
-            sampling: params,
-            cache_salt,
-            cache_keep,
-            turn,
-        };
-        Ok(Self { generate, recipe, model, max_calls })
-    }
+    resolve_thinking(&mut fields)?;
+    let recipe = convert(fields, &state.chat)?;
+    Ok((recipe, wishes))
 }
 
 /// Refuses what would otherwise be ignored although the client relies on it.
 fn refuse_unsupported(fields: &Fields) -> Result<(), ApiError> {
-    super::only_one_choice(fields)?;
+    only_one_choice(fields)?;
     for name in ["functions", "function_call"] {
         if fields.get(name).is_some() {
             let message = format!("{name} is not supported; use tools and tool_choice");
@@ -239,35 +241,15 @@ fn convert(mut fields: Fields, encoder: &ChatEncoder) -> Result<ConversationRequ
         .enumerate()
         .map(|(index, message)| read_message(index, message))
         .collect::<Result<_, _>>()?;
-    // Read here already; the crate's own reading is narrower.
-    for name in ["seed", "temperature", "top_p", "n"] {
-        if let Some(value) = fields.take(name)
-            && matches!(name, "temperature" | "top_p")
-        {
-            fields.0.insert(name.to_owned(), value);
-        }
-    }
+    // Read here already.
+    fields.take("n");
     fields.0.insert("messages".to_owned(), json!([]));
-    let mut request = ChatCompletionRequest::deserialize(&fields.0).map_err(|error| {
-        tracing::debug!(%error, "a request that has the right shape cannot be read");
-        match culprit(&fields.0) {
-            Some(name) => shape::unreadable(name, fields.0.get(name)),
-            None => ApiError::bad_request("the request cannot be read: a field does not fit"),
-        }
-    })?;
+    let least = [("model", json!("")), ("messages", json!([]))];
+    let mut request: ChatCompletionRequest = prompt::deserialize(&fields.0, &least)?;
     request.messages = messages;
-    request.convert(encoder.options.clone()).map_err(|error| conversion_error(&error))
-}
-
-/// The first field that cannot be read even alone.
-fn culprit(fields: &Map<String, Value>) -> Option<&str> {
-    fields.iter().map(|(name, value)| (name.as_str(), value)).find_map(|(name, value)| {
-        let mut alone = Map::new();
-        alone.insert("model".to_owned(), json!(""));
-        alone.insert("messages".to_owned(), json!([]));
-        alone.insert(name.to_owned(), value.clone());
-        ChatCompletionRequest::deserialize(&alone).is_err().then_some(name)
-    })
+    request
+        .convert(encoder.options.clone())
+        .map_err(|error| prompt::conversion_error(&error, &NAMED, None))
 }
 
 fn read_message(
@@ -278,11 +260,8 @@ fn read_message(
     if let Value::Object(message) = &mut message {
         tidy_message(message);
     }
-    shape::check_message(&at, &message)?;
-    ChatCompletionRequestMessage::deserialize(&message).map_err(|error| {
-        tracing::debug!(%error, at, "a message that has the right shape cannot be read");
-        shape::unreadable(&at, Some(&message))
-    })
+    shape::check_part(&at, &message, &MESSAGE)?;
+    prompt::deserialize_part(&at, &message)
 }
 
 /// Accepts what common clients send and the crate refuses: the role `developer`, an empty list of
@@ -304,35 +283,5 @@ fn tidy_message(message: &mut Map<String, Value>) {
         {
             "{}".clone_into(arguments);
         }
-    }
-}
-
-fn conversion_error(error: &ConversionError) -> ApiError {
-    match error {
-        ConversionError::BadRequest { detail } => with_param(detail.clone()),
-        ConversionError::Internal { detail } => ApiError::internal(detail.clone()),
-    }
-}
-
-/// A 400 that names the request field which the message is about, if it mentions one.
-fn with_param(message: String) -> ApiError {
-    const FIELDS: [&str; 12] = [
-        "tool_choice",
-        "reasoning_effort",
-        "response_format",
-        "stream_options",
-        "parallel_tool_calls",
-        "reasoning_content",
-        "tool_call_id",
-        "tool_calls",
-        "messages",
-        "thinking",
-        "stream",
-        "tools",
-    ];
-    let named = FIELDS.into_iter().find(|field| message.to_lowercase().contains(field));
-    match named {
-        Some(field) => ApiError::invalid(field, message),
-        None => ApiError::bad_request(message),
     }
 }

@@ -41,8 +41,7 @@ impl CompletionRequest {
         let model = state.model_of(&fields)?;
         refuse_unsupported(&fields)?;
         let mut params = sampling::read(&fields, info.vocab_size)?;
-        let stops =
-            sampling::stops(&mut fields, &state.tokenizer, info.eos_token, info.vocab_size)?;
+        let stops = sampling::stops(&mut fields, "stop", &state.tokenizer, info)?;
         if let Some(alternatives) = fields.count("logprobs", 0, MAX_LOGPROBS)? {
             params.want_logprob = true;
             params.logprobs = alternatives;
@@ -128,7 +127,12 @@ fn prompt_tokens(state: &AppState, fields: &mut Fields) -> Result<Vec<u32>, ApiE
     Ok(tokens)
 }
 
-fn text_tokens(state: &AppState, text: &str, add_special: bool) -> Result<Vec<u32>, ApiError> {
+/// The tokens of a text in which special tokens may be spelled out.
+pub(super) fn text_tokens(
+    state: &AppState,
+    text: &str,
+    add_special: bool,
+) -> Result<Vec<u32>, ApiError> {
     state.fits_at_all(text.len(), "prompt")?;
     let mut tokens = state
         .tokenizer
@@ -161,7 +165,7 @@ pub(super) async fn completions(
     let prompt_tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
     let sampling = request.sampling.clone();
     let Running { generation, first, timer } =
-        generate::submit(&state, request, &request_id, start).await?;
+        generate::submit(&state, request, &request_id, start, None).await?;
     let output = CompletionOutput {
         tokenizer: Arc::clone(&state.tokenizer),
         pieces: PieceStream::new(&state.tokenizer, sampling.want_logprob),
@@ -184,7 +188,7 @@ pub(super) async fn completions(
     let keep_alive = state.config.keep_alive;
     let stream_of = CompletionStream { state, output, timer, head, phase: Phase::Output };
     if stream {
-        return Ok(sse::response(stream_of, keep_alive));
+        return Ok(sse::response(stream_of, keep_alive, sse::COMMENT));
     }
     stream_of.whole().await
 }

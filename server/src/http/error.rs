@@ -1,10 +1,18 @@
-//! Errors of the HTTP API, in OpenAI's shape.
+//! Errors of the HTTP APIs: in OpenAI's shape, and for the clients of Anthropic's API in theirs.
 
+use super::{RequestId, sse};
 use crate::engine::{FailureKind, SubmitError};
 use axum::Json;
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::body::Body;
+use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
 use serde_json::{Value, json};
+
+/// Where Anthropic's clients look for the request's id.
+const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
+/// Anthropic's status for 503: come back later.
+const OVERLOADED: u16 = 529;
 
 /// An error as a client sees it: `{"error": {"message", "type", "param", "code"}}`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -185,6 +193,31 @@ impl ApiError {
             "code": self.code,
         }})
     }
+
+    /// Status and body in Anthropic's API, which has no field for the parameter: the message names
+    /// it. Its 529 is our 503, which it does not know.
+    fn to_anthropic(&self, request_id: &str) -> (StatusCode, Value) {
+        let kind = match self.status {
+            StatusCode::NOT_FOUND => "not_found_error",
+            StatusCode::REQUEST_TIMEOUT => "timeout_error",
+            StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+            StatusCode::SERVICE_UNAVAILABLE => "overloaded_error",
+            status if status.is_client_error() => "invalid_request_error",
+            _ => "api_error",
+        };
+        let status = match self.status {
+            StatusCode::SERVICE_UNAVAILABLE => {
+                StatusCode::from_u16(OVERLOADED).unwrap_or(StatusCode::SERVICE_UNAVAILABLE)
+            }
+            status => status,
+        };
+        let body = json!({
+            "type": "error",
+            "error": {"type": kind, "message": self.message},
+            "request_id": request_id,
+        });
+        (status, body)
+    }
 }
 
 /// A message may quote the request, which may be large.
@@ -197,12 +230,131 @@ fn shortened(mut message: String) -> String {
     message
 }
 
+/// Whether a status asks to come back later, in any API's words.
+pub(crate) fn is_busy(status: StatusCode) -> bool {
+    status == StatusCode::SERVICE_UNAVAILABLE || status.as_u16() == OVERLOADED
+}
+
+/// How the errors of an API are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ErrorStyle {
+    /// Chat Completions, Completions, and whatever is nobody's API.
+    OpenAi,
+    /// Responses: as above, with events of its own in a stream.
+    Responses,
+    /// Messages.
+    Anthropic,
+}
+
+impl ErrorStyle {
+    /// The style of what is at a path.
+    pub(crate) fn of(path: &str) -> Self {
+        let is_below = |root| {
+            path.strip_prefix(root).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        };
+        if is_below("/v1/messages") {
+            Self::Anthropic
+        } else if is_below("/v1/responses") {
+            Self::Responses
+        } else {
+            Self::OpenAi
+        }
+    }
+
+    /// The event that ends a stream whose answer was lost; `sequence` is its number among the
+    /// events, where those have numbers and it is known.
+    pub(crate) fn event(self, error: &ApiError, request_id: &str, sequence: Option<u64>) -> Bytes {
+        match self {
+            Self::OpenAi => sse::data(&error.to_json()),
+            Self::Responses => {
+                // OpenAI documents the fields; its clients raise an error for the object.
+                let mut event = error.to_json();
+                let fields = json!({
+                    "type": "error",
+                    "code": error.code,
+                    "message": error.message,
+                    "param": error.param,
+                    "sequence_number": sequence,
+                });
+                if let (Value::Object(event), Value::Object(fields)) = (&mut event, fields) {
+                    event.extend(fields);
+                }
+                sse::event("error", &event)
+            }
+            Self::Anthropic => sse::event("error", &error.to_anthropic(request_id).1),
+        }
+    }
+
+    /// An answer as the clients of this API know it: for Anthropic's the errors are written anew,
+    /// and the request's id is where they look for it.
+    pub(crate) fn restate(self, request_id: &RequestId, mut response: Response) -> Response {
+        if self != Self::Anthropic {
+            return response;
+        }
+        response.headers_mut().insert(ANTHROPIC_REQUEST_ID, request_id.header());
+        let Some(error) = response.extensions_mut().remove::<ApiError>() else { return response };
+        let (status, json) = error.to_anthropic(request_id.as_str());
+        *response.status_mut() = status;
+        response.headers_mut().remove(header::CONTENT_LENGTH);
+        *response.body_mut() = Body::from(json.to_string());
+        response
+    }
+}
+
 impl IntoResponse for ApiError {
+    /// The error itself goes along, for [`ErrorStyle::restate`].
     fn into_response(self) -> Response {
         let mut response = (self.status, Json(self.to_json())).into_response();
         if let Some(seconds) = self.retry_after {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
+        response.extensions_mut().insert(self);
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_path_has_its_style() {
+        for (path, style) in [
+            ("/v1/messages", ErrorStyle::Anthropic),
+            ("/v1/messages/count_tokens", ErrorStyle::Anthropic),
+            ("/v1/messages/batches/x", ErrorStyle::Anthropic),
+            ("/v1/messagesx", ErrorStyle::OpenAi),
+            ("/v1/responses", ErrorStyle::Responses),
+            ("/v1/responses/resp_1", ErrorStyle::Responses),
+            ("/v1/chat/completions", ErrorStyle::OpenAi),
+            ("/", ErrorStyle::OpenAi),
+        ] {
+            assert_eq!(ErrorStyle::of(path), style, "{path}");
+        }
+    }
+
+    #[test]
+    fn anthropic_gets_its_types_and_statuses() {
+        let retry = |code| ApiError::unavailable(code, "m", 7);
+        for (error, status, kind) in [
+            (ApiError::invalid("p", "m"), 400, "invalid_request_error"),
+            (ApiError::not_json("m"), 400, "invalid_request_error"),
+            (ApiError::no_model("m", &[]), 404, "not_found_error"),
+            (ApiError::wrong_method("PUT", "/"), 405, "invalid_request_error"),
+            (ApiError::slow_body(5), 408, "timeout_error"),
+            (ApiError::too_large(5), 413, "request_too_large"),
+            (ApiError::wrong_type("x"), 415, "invalid_request_error"),
+            (ApiError::internal("m"), 500, "api_error"),
+            (ApiError::bad_gateway("m"), 502, "api_error"),
+            (retry("queue_full"), 529, "overloaded_error"),
+            (retry("shutting_down"), 529, "overloaded_error"),
+        ] {
+            let (found, body) = error.to_anthropic("req-1");
+            assert_eq!(found.as_u16(), status, "{error}");
+            assert_eq!(body["type"], "error");
+            assert_eq!(body["error"]["type"], kind, "{error}");
+            assert_eq!(body["error"]["message"], error.message);
+            assert_eq!(body["request_id"], "req-1");
+        }
     }
 }

@@ -49,13 +49,15 @@ impl Fields {
         }
     }
 
-    /// `priority`, as in vLLM, and `user`, whose requests take turns with those of others.
+    /// `priority`, as in vLLM, and `user`, or `user_id` in Anthropic's `metadata`: whose requests
+    /// take turns with those of others.
     pub(super) fn turn(&self) -> Result<Turn, ApiError> {
         let priority = self.integer("priority")?.unwrap_or(0);
         let priority = i32::try_from(priority).map_err(|_| {
             ApiError::invalid("priority", format!("priority is {priority}, and must have 32 bits"))
         })?;
-        let key = match self.string("user")? {
+        let in_metadata = || self.get("metadata")?.get("user_id")?.as_str();
+        let key = match self.string("user")?.or_else(in_metadata) {
             None => 0,
             Some(user) => {
                 // The same in all processes: a prefill worker hears of it too.

@@ -1,13 +1,17 @@
-//! The steps that Chat Completions and Completions share.
+//! The steps that the generating endpoints share.
 
 use super::error::ApiError;
 use super::metrics::RequestTimer;
-use super::parse::Failure;
+use super::parse::{Failure, Output, ParseSetup};
+use super::prompt::Prepared;
 use super::{AppState, RequestId};
 use crate::engine::{Event, FailureKind, GenerateRequest, Generation, Usage};
 use axum::body::Body;
 use axum::http::{Request, header};
 use bytes::Bytes;
+use deepseek_recipe::request::ProtocolRequest;
+use deepseek_recipe::response::ProtocolResponse;
+use deepseek_recipe::stream::ChunkGenerator;
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -16,9 +20,63 @@ use std::time::{Duration, Instant};
 /// A request that the engine has begun to answer.
 pub(super) struct Running {
     pub(super) generation: Generation,
-    /// Its first event, if the engine did not end without one. Never a failure.
+    /// Its first event, if that came in time. Never a failure.
     pub(super) first: Option<Event>,
     pub(super) timer: RequestTimer,
+}
+
+type GeneratorOf<R> = <<R as ProtocolRequest>::Response as ProtocolResponse>::ChunkGenerator;
+/// A piece of an answer of the API that has `R` as its request.
+pub(super) type ChunkOf<R> = <GeneratorOf<R> as ChunkGenerator>::Chunk;
+
+/// Submits a conversation, and gives its answer in chunks of the API that has `R` as its request;
+/// `patience` as in [`submit`].
+pub(super) async fn begin<R: ProtocolRequest>(
+    state: &AppState,
+    prepared: Prepared,
+    request_id: &RequestId,
+    start: Instant,
+    patience: Option<Duration>,
+) -> Result<(Output<ChunkOf<R>>, RequestTimer), ApiError>
+where
+    ChunkOf<R>: Send + 'static,
+{
+    let Prepared { generate, recipe, model, max_calls } = prepared;
+    let setup = ParseSetup {
+        tokenizer: Arc::clone(&state.tokenizer),
+        generator: R::chunk_generator(&recipe, generate.id.clone(), model),
+        options: recipe.parsing_options,
+        max_calls,
+        logprobs: generate.sampling.want_logprob,
+        fingerprint: state.system_fingerprint(),
+        prompt_tokens: u32::try_from(generate.prompt.len()).unwrap_or(u32::MAX),
+    };
+    let running = submit(state, generate, request_id, start, patience).await?;
+    Ok((Output::new(setup, running.generation, running.first), running.timer))
+}
+
+/// Collects a whole answer into `response`; gives it with the token counts and how many of the
+/// tokens were reasoning.
+pub(super) async fn whole<P: ProtocolResponse>(
+    state: &AppState,
+    mut output: Output<<P::ChunkGenerator as ChunkGenerator>::Chunk>,
+    mut timer: RequestTimer,
+    mut response: P,
+) -> Result<(Value, Usage, u32), ApiError>
+where
+    <P::ChunkGenerator as ChunkGenerator>::Chunk: Send + 'static,
+{
+    while let Some(chunk) = output.next().await {
+        match chunk {
+            Ok(chunk) => response.accumulate(chunk),
+            Err(failure) => return Err(fail(state, &mut timer, &failure)),
+        }
+    }
+    let (usage, reasoning_tokens) = output.usage();
+    timer.finish(usage);
+    let response = serde_json::to_value(response)
+        .map_err(|error| ApiError::internal(format!("write the answer: {error}")))?;
+    Ok((response, usage, reasoning_tokens))
 }
 
 /// Reads the whole body of a JSON request.
@@ -75,12 +133,13 @@ pub(super) async fn prepare<T: Send + 'static>(
 }
 
 /// Submits a request and waits for its first event, so that a failure before any output still
-/// becomes an HTTP status.
+/// becomes an HTTP status. Where silence would cost the connection, `patience` is the longest wait.
 pub(super) async fn submit(
     state: &AppState,
     request: GenerateRequest,
     request_id: &RequestId,
     start: Instant,
+    patience: Option<Duration>,
 ) -> Result<Running, ApiError> {
     tracing::debug!(
         id = request.id,
@@ -95,7 +154,11 @@ pub(super) async fn submit(
         ApiError::from_submit(&error, retry_after)
     })?;
     let mut timer = RequestTimer::start(&state.metrics, start);
-    let first = generation.events.recv().await;
+    let waited = match patience {
+        None => Ok(generation.events.recv().await),
+        Some(longest) => tokio::time::timeout(longest, generation.events.recv()).await,
+    };
+    let Ok(first) = waited else { return Ok(Running { generation, first: None, timer }) };
     match &first {
         Some(Event::Token(_)) => timer.first_token(),
         Some(Event::Finished { .. }) => {}
@@ -118,20 +181,23 @@ pub(super) fn fail(state: &AppState, timer: &mut RequestTimer, failure: &Failure
     ApiError::from_failure(failure.kind, &failure.message, state.config.retry_after_s)
 }
 
-/// The `usage` object; DeepSeek's own two cache fields beside OpenAI's, and the tiers that cached
-/// tokens came from.
-pub(super) fn usage_json(usage: Usage, reasoning_tokens: u32) -> Value {
+/// How many tokens of a prompt a cache had, and in which tiers they were.
+pub(super) fn cached_json(usage: Usage) -> Value {
     let [host, disk, remote] = usage.cached_below;
     let device = usage.cached_tokens.saturating_sub(host + disk + remote);
+    json!({
+        "cached_tokens": usage.cached_tokens,
+        "cached_tokens_details": {"device": device, "host": host, "disk": disk, "remote": remote},
+    })
+}
+
+/// The `usage` object of OpenAI's older APIs, with DeepSeek's own two cache fields.
+pub(super) fn usage_json(usage: Usage, reasoning_tokens: u32) -> Value {
     json!({
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": u64::from(usage.prompt_tokens) + u64::from(usage.completion_tokens),
-        "prompt_tokens_details": {
-            "cached_tokens": usage.cached_tokens,
-            "cached_tokens_details":
-                {"device": device, "host": host, "disk": disk, "remote": remote},
-        },
+        "prompt_tokens_details": cached_json(usage),
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "prompt_cache_hit_tokens": usage.cached_tokens,
         "prompt_cache_miss_tokens": usage.prompt_tokens.saturating_sub(usage.cached_tokens),

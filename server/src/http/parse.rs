@@ -1,20 +1,16 @@
-//! Model output through deepseek-recipe's parser: tokens in, Chat Completions chunks out.
+//! Model output through deepseek-recipe's parser: tokens in, an API's chunks or events out.
 //!
 //! The parser decodes token ids itself, but holds text back for as long as a tokenizer's tokens
 //! are out of step with characters, drops an unfinished last character, and repeats the log
 //! probabilities of a token whose text it splits. So it is fed with numbers of [`Piece`]s in
 //! place of token ids, and each piece's number rides through it in the log probability field; the
-//! real values are put in afterwards, once per token.
+//! real values are put in before an API's own generator sees them, once per token.
 
 use super::pieces::{Piece, PieceStream, token_text};
 use crate::engine::{Event, FailureKind, FinishReason, Generation, Usage};
-use deepseek_recipe::openai::chat_completion::response::{
-    ChatCompletionChunk, ChatCompletionChunkGenerator, ChatCompletionLogprobs,
-    ChatCompletionTokenLogprob, ChatCompletionTopLogprob,
-};
 use deepseek_recipe::stream::{
     ChunkGenerator, InferenceChunk, InferenceFinishReason, InferenceTokenLogprob, OutputChunk,
-    ParsingOptions, PromptUsage, StreamProcessor, StreamTokenizer,
+    ParsingOptions, PromptUsage, StreamProcessor, StreamTokenizer, TokenLogprob, TopLogprob,
 };
 use dsv4_model::sample::Sampled;
 use dsv4_model::text::Tokenizer;
@@ -58,6 +54,8 @@ struct Log {
     /// Tokens received.
     tokens: u32,
     usage: Option<Usage>,
+    /// Whether the API's generator was told of the end.
+    finished: bool,
     failure: Option<Failure>,
 }
 
@@ -81,6 +79,16 @@ impl Log {
         let number = self.first.saturating_add(u32::try_from(self.pieces.len()).unwrap_or(FLUSH));
         self.pieces.push_back(piece);
         number
+    }
+
+    fn completion_tokens(&self) -> u32 {
+        self.usage.map_or(self.tokens, |usage| usage.completion_tokens)
+    }
+
+    /// What an output failed of whose chunks have ended.
+    fn lost(&self) -> Option<Failure> {
+        let unfinished = || Failure::internal("the parser ended without a finish reason");
+        self.failure.clone().or_else(|| (!self.finished).then(unfinished))
     }
 
     /// Forgets the pieces before `number`: the parser reads and reports them in order.
@@ -200,10 +208,14 @@ impl Stream for TokenSource {
     }
 }
 
-/// deepseek-recipe's chunk generator, kept to the calls that the request allows.
-struct Generator {
-    inner: ChatCompletionChunkGenerator,
+/// An API's chunk generator, kept to the calls that the request allows and told the real counts and
+/// log probabilities. Of an output that was lost it hears no end.
+struct Generator<G> {
+    inner: G,
     log: SharedLog,
+    tokenizer: Arc<Tokenizer>,
+    /// Whether log probabilities are reported.
+    logprobs: bool,
     /// Calls that may be given out; the parser swallows the markup of all of them.
     calls_left: u32,
     /// Whether the call being parsed is given out.
@@ -211,26 +223,31 @@ struct Generator {
     any_call: bool,
 }
 
-impl ChunkGenerator for Generator {
-    type Chunk = ChatCompletionChunk;
+impl<G: ChunkGenerator> ChunkGenerator for Generator<G> {
+    type Chunk = G::Chunk;
 
-    async fn generate(&mut self, mut chunk: OutputChunk) -> Vec<ChatCompletionChunk> {
+    async fn generate(&mut self, mut chunk: OutputChunk) -> Vec<G::Chunk> {
         match &mut chunk {
+            OutputChunk::Content { logprobs, .. } => *logprobs = self.report(logprobs.take()),
             OutputChunk::Reasoning { logprobs, .. } => {
-                let last = logprobs.iter().flat_map(|list| list.iter()).rev();
-                if let Some(number) = last.filter_map(|entry| carried(entry.logprob)).next() {
-                    let mut log = self.log.lock();
-                    log.reasoning_tokens =
-                        log.piece(number).map_or(log.reasoning_tokens, |piece| piece.tokens_so_far);
-                }
+                self.count_reasoning(logprobs.as_deref());
+                *logprobs = self.report(logprobs.take());
             }
             OutputChunk::ToolCallBegin => {
                 self.in_call = self.calls_left > 0;
                 self.calls_left = self.calls_left.saturating_sub(1);
             }
             OutputChunk::ToolCallNamed { .. } => self.any_call |= self.in_call,
-            OutputChunk::Finish { finish_reason, .. } => {
+            OutputChunk::Finish { finish_reason, completion_usage, .. } => {
                 use deepseek_recipe::stream::FinishReason;
+                let mut log = self.log.lock();
+                if log.failure.is_some() {
+                    // The parser takes the end of a lost output for a normal one.
+                    return Vec::new();
+                }
+                log.finished = true;
+                completion_usage.completion_tokens = log.completion_tokens() as usize;
+                completion_usage.reasoning_tokens = Some(log.reasoning_tokens as usize);
                 if *finish_reason == FinishReason::ToolCalls && !self.any_call {
                     *finish_reason = FinishReason::Stop;
                 }
@@ -248,114 +265,22 @@ impl ChunkGenerator for Generator {
     }
 }
 
-/// What an output is parsed with.
-pub(super) struct ParseSetup {
-    pub(super) tokenizer: Arc<Tokenizer>,
-    pub(super) generator: ChatCompletionChunkGenerator,
-    pub(super) options: ParsingOptions,
-    /// Tool calls that the client accepts.
-    pub(super) max_calls: u32,
-    /// Whether log probabilities are reported.
-    pub(super) logprobs: bool,
-    pub(super) fingerprint: String,
-    pub(super) prompt_tokens: u32,
-}
-
-/// A chat completion on its way. Dropping it cancels the request.
-pub(super) struct ChatOutput {
-    chunks: Option<BoxStream<'static, Result<ChatCompletionChunk, String>>>,
-    log: SharedLog,
-    tokenizer: Arc<Tokenizer>,
-    logprobs: bool,
-    prompt_tokens: u32,
-}
-
-impl ChatOutput {
-    /// Parses `generation`, whose first event was read already.
-    pub(super) fn new(setup: ParseSetup, generation: Generation, first: Option<Event>) -> Self {
-        let log = SharedLog::default();
-        let usage =
-            PromptUsage { prompt_tokens: setup.prompt_tokens as usize, prompt_cache_hit_tokens: 0 };
-        let mut source = TokenSource {
-            generation,
-            first: None,
-            pieces: PieceStream::new(&setup.tokenizer, setup.logprobs),
-            log: log.clone(),
-            prompt: Some((setup.fingerprint, usage)),
-            finish: None,
-            ended: false,
-        };
-        match first {
-            Some(event) => source.first = Some(event),
-            None => source.fail(Failure::worker_ended()),
-        }
-        let generator = Generator {
-            inner: setup.generator,
-            log: log.clone(),
-            calls_left: setup.max_calls,
-            in_call: false,
-            any_call: false,
-        };
-        let processor = StreamProcessor::new(generator, setup.options).with_tokenizer(log.clone());
-        let chunks = processor
-            .into_protocol_stream(source)
-            .map(|chunk| chunk.map_err(|error| error.to_string()));
-        Self {
-            chunks: Some(chunks.boxed()),
-            log,
-            tokenizer: setup.tokenizer,
-            logprobs: setup.logprobs,
-            prompt_tokens: setup.prompt_tokens,
-        }
-    }
-
-    /// The next chunk; `None` after the one with the finish reason. Cancel-safe.
-    pub(super) async fn next(&mut self) -> Option<Result<ChatCompletionChunk, Failure>> {
-        let result = match self.chunks.as_mut()?.next().await {
-            Some(Ok(mut chunk)) => {
-                let finished = chunk.choices.iter().any(|choice| choice.finish_reason.is_some());
-                let failure = self.log.lock().failure.clone();
-                match failure {
-                    // The parser takes the end of a lost output for a normal one.
-                    Some(failure) if finished => Err(failure),
-                    _ => {
-                        self.finish_chunk(&mut chunk);
-                        if finished {
-                            self.chunks = None;
-                        }
-                        return Some(Ok(chunk));
-                    }
-                }
-            }
-            Some(Err(message)) => Err(Failure::internal(message)),
-            None => Err(Failure::internal("the parser ended without a finish reason")),
-        };
-        self.chunks = None;
-        Some(result)
-    }
-
-    /// Puts the real log probabilities in, and takes the parser's usage out.
-    fn finish_chunk(&self, chunk: &mut ChatCompletionChunk) {
-        chunk.usage = None;
-        let mut log = self.log.lock();
-        for choice in &mut chunk.choices {
-            let Some(carriers) = choice.logprobs.take() else { continue };
-            let content = self.report(&mut log, carriers.content);
-            let reasoning_content = self.report(&mut log, carriers.reasoning_content);
-            if content.is_some() || reasoning_content.is_some() {
-                choice.logprobs = Some(ChatCompletionLogprobs { content, reasoning_content });
-            }
+impl<G> Generator<G> {
+    fn count_reasoning(&self, carriers: Option<&[TokenLogprob]>) {
+        let last = carriers.into_iter().flatten().rev();
+        if let Some(number) = last.filter_map(|entry| carried(entry.logprob)).next() {
+            let mut log = self.log.lock();
+            log.reasoning_tokens =
+                log.piece(number).map_or(log.reasoning_tokens, |piece| piece.tokens_so_far);
         }
     }
 
     /// Log probabilities of the pieces named by `carriers` that were not reported before.
-    fn report(
-        &self,
-        log: &mut Log,
-        carriers: Option<Vec<ChatCompletionTokenLogprob>>,
-    ) -> Option<Vec<ChatCompletionTokenLogprob>> {
+    fn report(&self, carriers: Option<Arc<[TokenLogprob]>>) -> Option<Arc<[TokenLogprob]>> {
+        let carriers = carriers?;
+        let mut log = self.log.lock();
         let mut entries = Vec::new();
-        for number in carriers?.iter().filter_map(|entry| carried(entry.logprob)) {
+        for number in carriers.iter().filter_map(|entry| carried(entry.logprob)) {
             if number < log.unreported {
                 continue;
             }
@@ -365,10 +290,10 @@ impl ChatOutput {
             log.unreported = number + 1;
             log.forget_before(number);
         }
-        self.logprobs.then_some(entries)
+        self.logprobs.then(|| entries.into())
     }
 
-    fn entry(&self, sampled: &Sampled) -> ChatCompletionTokenLogprob {
+    fn entry(&self, sampled: &Sampled) -> TokenLogprob {
         let describe = |id| {
             let bytes = self.tokenizer.token_bytes(id).unwrap_or_default();
             (token_text(bytes), bytes.to_vec())
@@ -376,14 +301,87 @@ impl ChatOutput {
         let (token, bytes) = describe(sampled.token);
         let top_logprobs = sampled.top.iter().map(|&(id, logprob)| {
             let (token, bytes) = describe(id);
-            ChatCompletionTopLogprob { token, logprob: finite(logprob), bytes: Some(bytes) }
+            TopLogprob { token, logprob: finite(logprob), bytes }
         });
-        ChatCompletionTokenLogprob {
+        TokenLogprob {
             token,
             logprob: finite(sampled.logprob),
-            bytes: Some(bytes),
+            bytes,
             top_logprobs: top_logprobs.collect(),
         }
+    }
+}
+
+/// What an output is parsed with.
+pub(super) struct ParseSetup<G> {
+    pub(super) tokenizer: Arc<Tokenizer>,
+    pub(super) generator: G,
+    pub(super) options: ParsingOptions,
+    /// Tool calls that the client accepts.
+    pub(super) max_calls: u32,
+    /// Whether log probabilities are reported.
+    pub(super) logprobs: bool,
+    pub(super) fingerprint: String,
+    pub(super) prompt_tokens: u32,
+}
+
+/// An answer on its way, in chunks of an API. Dropping it cancels the request.
+pub(super) struct Output<C> {
+    chunks: Option<BoxStream<'static, Result<C, String>>>,
+    log: SharedLog,
+    prompt_tokens: u32,
+}
+
+impl<C: Send + 'static> Output<C> {
+    /// Parses `generation`, whose first event may have been read already.
+    pub(super) fn new<G: ChunkGenerator<Chunk = C>>(
+        setup: ParseSetup<G>,
+        generation: Generation,
+        first: Option<Event>,
+    ) -> Self {
+        let log = SharedLog::default();
+        let usage =
+            PromptUsage { prompt_tokens: setup.prompt_tokens as usize, prompt_cache_hit_tokens: 0 };
+        let source = TokenSource {
+            generation,
+            first,
+            pieces: PieceStream::new(&setup.tokenizer, setup.logprobs),
+            log: log.clone(),
+            prompt: Some((setup.fingerprint, usage)),
+            finish: None,
+            ended: false,
+        };
+        let generator = Generator {
+            inner: setup.generator,
+            log: log.clone(),
+            tokenizer: setup.tokenizer,
+            logprobs: setup.logprobs,
+            calls_left: setup.max_calls,
+            in_call: false,
+            any_call: false,
+        };
+        let processor = StreamProcessor::new(generator, setup.options).with_tokenizer(log.clone());
+        let chunks = processor
+            .into_protocol_stream(source)
+            .map(|chunk| chunk.map_err(|error| error.to_string()));
+        Self { chunks: Some(chunks.boxed()), log, prompt_tokens: setup.prompt_tokens }
+    }
+
+    /// The next chunk; `None` after the last one of a complete answer, and after a failure.
+    /// Cancel-safe.
+    pub(super) async fn next(&mut self) -> Option<Result<C, Failure>> {
+        let failure = match self.chunks.as_mut()?.next().await {
+            Some(Ok(chunk)) => return Some(Ok(chunk)),
+            Some(Err(message)) => Some(Failure::internal(message)),
+            None => self.log.lock().lost(),
+        };
+        self.chunks = None;
+        failure.map(Err)
+    }
+
+    /// Whether the engine gave a token.
+    pub(super) fn has_tokens(&self) -> bool {
+        self.log.lock().tokens > 0
     }
 
     /// Token counts, and how many of the generated tokens were reasoning. An output that a stop
@@ -392,7 +390,7 @@ impl ChatOutput {
         let log = self.log.lock();
         let usage = log.usage.unwrap_or(Usage {
             prompt_tokens: self.prompt_tokens,
-            completion_tokens: log.tokens,
+            completion_tokens: log.completion_tokens(),
             ..Usage::default()
         });
         (usage, log.reasoning_tokens)

@@ -1,8 +1,10 @@
-//! Sampling fields that Chat Completions and Completions share.
+//! Sampling fields that the endpoints share.
 
 use super::error::ApiError;
 use super::fields::{Fields, kind_of, shown};
+use crate::engine::EngineInfo;
 use dsv4_model::sample::SamplingParams;
+use dsv4_model::text::Tokenizer;
 use serde_json::Value;
 
 /// Entries that `logit_bias` and `stop_token_ids` may have.
@@ -111,20 +113,21 @@ pub(super) struct Stops {
     pub(super) texts: Vec<String>,
 }
 
-/// Reads `stop`, `stop_token_ids` and `ignore_eos`. A stop text that spells a token of the added
-/// vocabulary is matched as that token, because such tokens are not part of the output text.
+/// Reads the stop texts, which an API calls `name`, `stop_token_ids` and `ignore_eos`. A stop text
+/// that spells a token of the added vocabulary is matched as that token, because such tokens are
+/// not part of the output text.
 pub(super) fn stops(
     fields: &mut Fields,
-    tokenizer: &dsv4_model::text::Tokenizer,
-    eos: u32,
-    vocab_size: u32,
+    name: &str,
+    tokenizer: &Tokenizer,
+    info: &EngineInfo,
 ) -> Result<Stops, ApiError> {
     let mut stops = Stops::default();
     if !fields.flag("ignore_eos")?.unwrap_or(false) {
-        stops.tokens.push(eos);
+        stops.tokens.push(info.eos_token);
     }
-    stops.tokens.extend(token_ids(fields, "stop_token_ids", vocab_size)?);
-    for text in stop_texts(fields.take("stop"))? {
+    stops.tokens.extend(token_ids(fields, "stop_token_ids", info.vocab_size)?);
+    for text in stop_texts(name, fields.take(name))? {
         let vocabulary = tokenizer.inner().get_added_vocabulary().get_vocab();
         match vocabulary.get(&text) {
             Some(&token) => stops.tokens.push(token),
@@ -162,35 +165,33 @@ pub(super) fn token_id(name: &str, value: &Value, vocab_size: u32) -> Result<u32
         })
 }
 
-fn stop_texts(value: Option<Value>) -> Result<Vec<String>, ApiError> {
+fn stop_texts(name: &str, value: Option<Value>) -> Result<Vec<String>, ApiError> {
+    let wrong = |message: String| ApiError::invalid(name, message);
     let list = match value {
         None => return Ok(Vec::new()),
         Some(Value::String(text)) => vec![Value::String(text)],
         Some(Value::Array(list)) => list,
         Some(other) => {
-            let message = format!("stop is {}, and must be a string or a list", kind_of(&other));
-            return Err(ApiError::invalid("stop", message));
+            let kind = kind_of(&other);
+            return Err(wrong(format!("{name} is {kind}, and must be a string or a list")));
         }
     };
     if list.len() > MAX_STOPS {
-        let message = format!("stop has {} entries, and may have {MAX_STOPS}", list.len());
-        return Err(ApiError::invalid("stop", message));
+        let count = list.len();
+        return Err(wrong(format!("{name} has {count} entries, and may have {MAX_STOPS}")));
     }
     list.into_iter()
         .enumerate()
         .map(|(index, value)| match value {
             Value::String(text) if (1..=MAX_STOP_BYTES).contains(&text.len()) => Ok(text),
-            Value::String(text) => Err(ApiError::invalid(
-                "stop",
-                format!(
-                    "stop[{index}] has {} bytes, and must have 1 to {MAX_STOP_BYTES}",
-                    text.len()
-                ),
-            )),
-            other => Err(ApiError::invalid(
-                "stop",
-                format!("stop[{index}] is {}, and must be a string", kind_of(&other)),
-            )),
+            Value::String(text) => Err(wrong(format!(
+                "{name}[{index}] has {} bytes, and must have 1 to {MAX_STOP_BYTES}",
+                text.len()
+            ))),
+            other => {
+                let kind = kind_of(&other);
+                Err(wrong(format!("{name}[{index}] is {kind}, and must be a string")))
+            }
         })
         .collect()
 }

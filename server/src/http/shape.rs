@@ -1,5 +1,5 @@
-//! What the fields of a chat request look like, checked before deepseek-recipe reads them: its own
-//! errors name types of its source code, these say what was found and what is wanted.
+//! What the fields of a request look like, checked before deepseek-recipe reads them: its own errors
+//! name types of its source code, these say what was found and what is wanted.
 
 use super::error::ApiError;
 use super::fields::{Fields, kind_of, shown};
@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 /// What a JSON value must look like.
 #[derive(Debug)]
-enum Shape {
+pub(super) enum Shape {
     /// Not looked at.
     Any,
     Text,
@@ -28,146 +28,42 @@ enum Shape {
 
 /// A member of an object; members that are not listed are ignored.
 #[derive(Debug)]
-struct Member {
+pub(super) struct Member {
     name: &'static str,
     shape: Shape,
     is_required: bool,
 }
 
-const fn must(name: &'static str, shape: Shape) -> Member {
+pub(super) const fn must(name: &'static str, shape: Shape) -> Member {
     Member { name, shape, is_required: true }
 }
 
-const fn may(name: &'static str, shape: Shape) -> Member {
+pub(super) const fn may(name: &'static str, shape: Shape) -> Member {
     Member { name, shape, is_required: false }
 }
 
-const FUNCTION: Shape = Shape::Word(&["function"]);
-
-const EFFORTS: Shape =
+/// The efforts that all APIs know.
+pub(super) const EFFORTS: Shape =
     Shape::Word(&["none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"]);
 
-const TOOL: Shape = Shape::Object(&[
-    must("type", FUNCTION),
-    must(
-        "function",
-        Shape::Object(&[
-            must("name", Shape::Text),
-            may("description", Shape::Text),
-            may("parameters", Shape::Object(&[])),
-            may("strict", Shape::Flag),
-        ]),
-    ),
-]);
-
-const NAMED_TOOL: &[Member] =
-    &[must("type", FUNCTION), must("function", Shape::Object(&[must("name", Shape::Text)]))];
-
-const FORMAT: Shape = Shape::Tagged(
-    "type",
-    &[
-        ("text", &[]),
-        ("json_object", &[]),
-        (
-            "json_schema",
-            &[must(
-                "json_schema",
-                Shape::Object(&[
-                    must("schema", Shape::Any),
-                    may("name", Shape::Text),
-                    may("strict", Shape::Flag),
-                ]),
-            )],
-        ),
-    ],
-);
-
-const THINKING: Shape = Shape::Object(&[
+/// How thinking is asked for.
+pub(super) const THINKING: Shape = Shape::Object(&[
     must("type", Shape::Word(&["enabled", "disabled", "adaptive"])),
     may("budget_tokens", Shape::Count),
 ]);
 
-/// Fields of a request, apart from those that are read one by one.
-const FIELDS: &[Member] = &[
-    may("stream", Shape::Flag),
-    may("stream_options", Shape::Object(&[may("include_usage", Shape::Flag)])),
-    may("thinking", THINKING),
-    may("reasoning_effort", EFFORTS),
-    may(
-        "chat_template_kwargs",
-        Shape::Object(&[may("thinking", Shape::Flag), may("enable_thinking", Shape::Flag)]),
-    ),
-    may("response_format", FORMAT),
-    may("tools", Shape::List(&TOOL)),
-    may("tool_choice", Shape::WordOrObject(&["none", "auto", "required"], NAMED_TOOL)),
-    may("parallel_tool_calls", Shape::Flag),
-];
-
-const BLOCK: Shape = Shape::Tagged(
-    "type",
-    &[
-        ("text", &[must("text", Shape::Text)]),
-        (
-            "image_url",
-            &[must(
-                "image_url",
-                Shape::Object(&[
-                    must("url", Shape::Text),
-                    may("detail", Shape::Word(&["low", "high", "original", "auto"])),
-                ]),
-            )],
-        ),
-        (
-            "file",
-            &[
-                may("file_id", Shape::Text),
-                may("file_data", Shape::Text),
-                may("filename", Shape::Text),
-            ],
-        ),
-    ],
-);
-
-const CALL: Shape = Shape::Object(&[
-    must("id", Shape::Text),
-    must("type", FUNCTION),
-    must("function", Shape::Object(&[must("name", Shape::Text), must("arguments", Shape::Text)])),
-]);
-
-const CONTENT: Shape = Shape::TextOrList(&BLOCK);
-
-const MESSAGE: Shape = Shape::Tagged(
-    "role",
-    &[
-        ("system", &[must("content", CONTENT), may("name", Shape::Text)]),
-        ("user", &[must("content", CONTENT), may("name", Shape::Text)]),
-        (
-            "assistant",
-            &[
-                may("content", CONTENT),
-                may("reasoning_content", Shape::Text),
-                may("name", Shape::Text),
-                may("tool_calls", Shape::List(&CALL)),
-                may("prefix", Shape::Flag),
-            ],
-        ),
-        ("tool", &[must("content", CONTENT), must("tool_call_id", Shape::Text)]),
-        ("latest_reminder", &[must("content", Shape::Text)]),
-    ],
-);
-
-/// Checks the fields that deepseek-recipe reads, apart from the messages.
-pub(super) fn check_fields(fields: &Fields) -> Result<(), ApiError> {
-    FIELDS.iter().try_for_each(|member| {
+/// Checks the fields that are there.
+pub(super) fn check_fields(fields: &Fields, members: &[Member]) -> Result<(), ApiError> {
+    members.iter().try_for_each(|member| {
         let Some(value) = fields.get(member.name) else { return Ok(()) };
         check(member.name, value, &member.shape)
             .map_err(|message| ApiError::invalid(member.name, message))
     })
 }
 
-/// Checks a message; `at` is its place, like `messages[3]`.
-pub(super) fn check_message(at: &str, message: &Value) -> Result<(), ApiError> {
-    check(at, message, &MESSAGE).map_err(|text| ApiError::invalid(at, text))
+/// Checks a part of a request; `at` is its place, like `messages[3]`.
+pub(super) fn check_part(at: &str, part: &Value, shape: &Shape) -> Result<(), ApiError> {
+    check(at, part, shape).map_err(|text| ApiError::invalid(at, text))
 }
 
 /// What is wrong with a value, if anything is.

@@ -22,18 +22,31 @@ pub(super) fn data(value: &impl Serialize) -> Bytes {
     format!("data: {json}\n\n").into()
 }
 
+/// A frame with a name and a JSON value.
+pub(super) fn event(name: &str, value: &impl Serialize) -> Bytes {
+    let json = serde_json::to_string(value).expect("a response value is always JSON");
+    format!("event: {name}\ndata: {json}\n\n").into()
+}
+
+/// A frame that clients pass over, for streams in which nothing else is known to keep the
+/// connection alive.
+pub(super) const COMMENT: Bytes = Bytes::from_static(b": keep-alive\n\n");
+
 /// The frame that ends a complete stream.
 pub(super) const DONE: Bytes = Bytes::from_static(b"data: [DONE]\n\n");
 
-/// A streaming response. While no frame comes, a comment every `keep_alive` keeps the connection
+/// A streaming response. While no frame comes, `filler` every `keep_alive` keeps the connection
 /// from looking dead to proxies. The frames are dropped when the client goes away.
-pub(super) fn response(frames: impl Frames, keep_alive: Duration) -> Response {
-    let stream = stream::unfold(frames, move |mut frames| async move {
-        let frame = match tokio::time::timeout(keep_alive, frames.frame()).await {
-            Ok(frame) => frame?,
-            Err(_) => Bytes::from_static(b": keep-alive\n\n"),
-        };
-        Some((Ok::<_, Infallible>(frame), frames))
+pub(super) fn response(frames: impl Frames, keep_alive: Duration, filler: Bytes) -> Response {
+    let stream = stream::unfold(frames, move |mut frames| {
+        let filler = filler.clone();
+        async move {
+            let frame = match tokio::time::timeout(keep_alive, frames.frame()).await {
+                Ok(frame) => frame?,
+                Err(_) => filler,
+            };
+            Some((Ok::<_, Infallible>(frame), frames))
+        }
     });
     let mut response = Response::new(Body::from_stream(stream));
     let headers = response.headers_mut();

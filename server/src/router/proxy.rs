@@ -2,7 +2,7 @@
 
 use super::workers::{UnderWay, Worker, WorkerHealth};
 use super::{RouterState, none_ready};
-use crate::http::error::ApiError;
+use crate::http::error::{ApiError, ErrorStyle, is_busy};
 use crate::http::{HEADER_TIMEOUT, RequestId, collect_body};
 use axum::body::Body;
 use axum::extract::{Extension, State};
@@ -102,6 +102,7 @@ pub(super) async fn forward(
     let config = &state.config;
     let body = collect_body(body, config.max_body_bytes, config.body_timeout).await?;
     let path = parts.uri.path_and_query().cloned().unwrap_or(PathAndQuery::from_static("/"));
+    let style = ErrorStyle::of(parts.uri.path());
     let mut headers = parts.headers;
     strip(&mut headers);
     // Set anew for the worker and the body at hand.
@@ -122,11 +123,11 @@ pub(super) async fn forward(
             () = worker.gone() => Err("the worker stopped answering".to_owned()),
         };
         match answer {
-            Ok(response) if response.status() == StatusCode::SERVICE_UNAVAILABLE => {
+            Ok(response) if is_busy(response.status()) => {
                 tracing::debug!(request_id = id.as_str(), worker = worker.address(), "busy");
-                last = Some(response.map(|body| pass(body, under_way, None, false)));
+                last = Some(response.map(|body| pass(body, under_way, None, None)));
             }
-            Ok(response) => return Ok(answer_of(response, under_way, slot)),
+            Ok(response) => return Ok(answer_of(response, under_way, slot, (style, id))),
             Err(reason) => {
                 tracing::warn!(
                     request_id = id.as_str(),
@@ -152,9 +153,11 @@ fn answer_of(
     response: Response<Incoming>,
     under_way: UnderWay,
     slot: OwnedSemaphorePermit,
+    client: (ErrorStyle, RequestId),
 ) -> Response<Body> {
     let kind = response.headers().get(header::CONTENT_TYPE);
-    let events = kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
+    let is_stream = kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
+    let events = is_stream.then_some(client);
     let mut response = response.map(|body| pass(body, under_way, Some(slot), events));
     strip(response.headers_mut());
     response
@@ -162,31 +165,32 @@ fn answer_of(
 
 /// An answer's body, frame by frame. The request counts as under way until it is dropped. A stream
 /// of events that breaks off ends with an event that says so, any other body with a broken
-/// connection: a client must be able to tell it from a complete one.
+/// connection: a client must be able to tell it from a complete one. `events` says how the client of
+/// a stream reads errors.
 fn pass(
     body: Incoming,
     under_way: UnderWay,
     slot: Option<OwnedSemaphorePermit>,
-    events: bool,
+    events: Option<(ErrorStyle, RequestId)>,
 ) -> Body {
     let data = body.into_data_stream();
-    let frames = stream::unfold(Some((data, under_way, slot)), move |held| async move {
-        let (mut data, under_way, slot) = held?;
+    let frames = stream::unfold(Some((data, under_way, slot, events)), |held| async move {
+        let (mut data, under_way, slot, events) = held?;
         let next = tokio::select! {
             next = data.next() => next?.map_err(|error| chain(&error)),
             () = under_way.0.gone() => Err("the worker stopped answering".to_owned()),
         };
         match next {
-            Ok(bytes) => Some((Ok(bytes), Some((data, under_way, slot)))),
+            Ok(bytes) => Some((Ok(bytes), Some((data, under_way, slot, events)))),
             Err(reason) => {
                 let worker = under_way.0.address();
                 tracing::warn!(worker, reason, "answer broke off");
-                if !events {
+                let Some((style, id)) = events else {
                     return Some((Err(std::io::Error::other(reason)), None));
-                }
+                };
                 let message = format!("the worker's answer broke off: {reason}");
-                let event = ApiError::bad_gateway(message).to_json();
-                Some((Ok(Bytes::from(format!("data: {event}\n\n"))), None))
+                let error = ApiError::bad_gateway(message);
+                Some((Ok(style.event(&error, id.as_str(), None)), None))
             }
         }
     });

@@ -24,14 +24,14 @@ mod folder;
 mod found;
 #[path = "e2e/kv_events.rs"]
 mod kv_events;
-#[path = "e2e/openai_client.rs"]
-mod openai_client;
 #[path = "e2e/prefix.rs"]
 mod prefix;
 #[path = "e2e/processes.rs"]
 mod processes;
 #[path = "e2e/prompts.rs"]
 mod prompts;
+#[path = "e2e/python_clients.rs"]
+mod python_clients;
 #[path = "e2e/remote.rs"]
 mod remote;
 #[path = "e2e/same_answers.rs"]

@@ -21,6 +21,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
 const CHAT: &str = "/v1/chat/completions";
+const MESSAGES: &str = "/v1/messages";
 
 /// The test's end of a streamed answer.
 struct Open {
@@ -94,6 +95,7 @@ impl Worker {
             .route("/stats.json", get(stats))
             .route("/v1/models", get(answer))
             .route(CHAT, post(answer))
+            .route(MESSAGES, post(answer))
             .with_state(Arc::clone(&state));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -315,6 +317,47 @@ async fn after_the_first_byte_nothing_is_tried_again() {
         }
     }
     assert_eq!((a.requests(), b.requests()), (2, 0));
+}
+
+#[tokio::test]
+async fn anthropics_clients_get_errors_in_their_words() {
+    let (mut a, b) = (Worker::start("a").await, Worker::start("b").await);
+    let front = Front::over(&[a.url(), b.url()], |_| {}).await;
+    // Their status of a full queue leads to another worker too.
+    let overloaded = StatusCode::from_u16(529).unwrap();
+    a.plan(Plan::Answer(overloaded, "full"));
+    let answer = front.client.post(MESSAGES, &json!({})).await;
+    assert_eq!((answer.status.as_u16(), answer.header("x-worker")), (200, Some("b")));
+    for worker in [&a, &b] {
+        worker.plan(Plan::Answer(overloaded, "full"));
+    }
+    let answer = front.client.post(MESSAGES, &json!({})).await;
+    assert_eq!((answer.status, answer.text()), (overloaded, "full"));
+    // An answer that breaks off.
+    b.set_health(StatusCode::SERVICE_UNAVAILABLE);
+    front.proxy.check_workers().await;
+    a.plan(Plan::Stream("text/event-stream"));
+    let mut stream = front.client.stream(MESSAGES, &json!({})).await;
+    let open = a.opened.recv().await.unwrap();
+    open.pieces.send(Err(std::io::Error::other("worker died"))).unwrap();
+    let frame = stream.frame().await.unwrap();
+    let data: Value =
+        serde_json::from_str(frame.strip_prefix("event: error\ndata: ").unwrap()).unwrap();
+    assert_eq!(data["error"]["type"], "api_error");
+    assert_eq!(data["request_id"], stream.headers["request-id"].to_str().unwrap());
+    // The router's own refusal.
+    a.set_health(StatusCode::SERVICE_UNAVAILABLE);
+    front.proxy.check_workers().await;
+    let answer = front.client.post(MESSAGES, &json!({})).await;
+    assert_eq!(answer.status, overloaded);
+    assert_eq!(answer.json()["error"]["type"], "overloaded_error");
+    assert!(answer.header("retry-after").is_some());
+    let metrics = front.client.get("/metrics").await;
+    assert!(
+        metrics.text().contains("handler=\"/v1/messages\",status=\"529\"} 2"),
+        "{}",
+        metrics.text()
+    );
 }
 
 #[tokio::test]
