@@ -40,3 +40,6 @@ mod scenarios;
 #[cfg(test)]
 #[path = "main/tiers.rs"]
 mod tiers;
+#[cfg(test)]
+#[path = "main/tiers_cases.rs"]
+mod tiers_cases;
