@@ -443,17 +443,24 @@ async fn tokens_are_counted_as_they_would_be_sent() {
     server.finish().await;
 }
 
-#[tokio::test]
-async fn wrong_requests_are_told_what_is_wrong() {
+/// Each request is refused as the client's fault, in these words, and reaches no worker.
+async fn refuse(cases: impl IntoIterator<Item = (Value, &'static str)>) {
     let server = Server::start().await;
+    for (fields, says) in cases {
+        let answer = server.client.post(MESSAGES, &with(request(), &fields)).await;
+        assert_error(&answer, 400, "invalid_request_error", says);
+    }
+    assert!(server.engine.submitted.lock().unwrap().is_empty());
+    server.finish().await;
+}
+
+#[tokio::test]
+async fn wrong_messages_are_told_their_place() {
     let one = |block: Value| json!({"messages": [{"role": "user", "content": [block]}]});
     let call = json!({"type": "tool_use", "id": "c", "name": "f", "input": {}});
     let unanswered =
         json!([{"role": "user", "content": "u"}, {"role": "assistant", "content": [call]}]);
-    let last = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
-    let thinking = json!({"type": "enabled", "budget_tokens": 1024});
-    let any = json!({"type": "any"});
-    for (fields, says) in [
+    refuse([
         (json!({"messages": null}), "messages is missing"),
         (json!({"messages": []}), "messages"),
         (json!({"messages": ["a"]}), "messages[0] is a string, and must be an object"),
@@ -471,6 +478,17 @@ async fn wrong_requests_are_told_what_is_wrong() {
         ),
         (json!({"system": 1}), "system is 1, and must be a string or a list"),
         (json!({"system": [{"type": "image"}]}), "system[0].type is \"image\""),
+        (
+            json!({"messages": [{"role": "user", "content": "word ".repeat(3000)}]}),
+            "context length",
+        ),
+    ])
+    .await;
+}
+
+#[tokio::test]
+async fn wrong_options_are_told_what_is_wanted() {
+    refuse([
         (json!({"max_tokens": 0}), "max_tokens is 0, and must be an integer from 1 up"),
         (json!({"temperature": 9}), "temperature is 9, and must be a number from 0 to 2"),
         (json!({"stop_sequences": [""]}), "stop_sequences[0] has 0 bytes"),
@@ -479,6 +497,22 @@ async fn wrong_requests_are_told_what_is_wrong() {
             json!({"thinking": {"type": "enabled", "budget_tokens": -1}}),
             "thinking.budget_tokens is -1",
         ),
+        (json!({"mcp_servers": [{"url": "x"}]}), "mcp_servers"),
+        (json!({"container": "c"}), "container"),
+        (
+            json!({"output_config": {"format": {"type": "json_schema"}}}),
+            "output is not constrained",
+        ),
+    ])
+    .await;
+}
+
+#[tokio::test]
+async fn wrong_tools_and_choices_are_told_what_is_wanted() {
+    let last = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
+    let thinking = json!({"type": "enabled", "budget_tokens": 1024});
+    let any = json!({"type": "any"});
+    refuse([
         (json!({"tools": [{"name": "f"}]}), "tools[0].input_schema is missing"),
         (
             json!({"tools": [{"type": "web_search_20250305", "name": "w"}]}),
@@ -493,19 +527,13 @@ async fn wrong_requests_are_told_what_is_wrong() {
         (json!({"tools": [tool("f")], "tool_choice": any, "thinking": thinking}), "tool_choice"),
         (json!({"messages": last, "thinking": thinking}), "does not go with thinking"),
         (json!({"messages": last, "tools": [tool("f")], "tool_choice": any}), "which is continued"),
-        (json!({"mcp_servers": [{"url": "x"}]}), "mcp_servers"),
-        (
-            json!({"output_config": {"format": {"type": "json_schema"}}}),
-            "output is not constrained",
-        ),
-        (
-            json!({"messages": [{"role": "user", "content": "word ".repeat(3000)}]}),
-            "context length",
-        ),
-    ] {
-        let answer = server.client.post(MESSAGES, &with(request(), &fields)).await;
-        assert_error(&answer, 400, "invalid_request_error", says);
-    }
+    ])
+    .await;
+}
+
+#[tokio::test]
+async fn whatever_goes_wrong_is_said_in_anthropics_shape() {
+    let server = Server::with(|config| config.max_body_bytes = 1000).await;
     let answer = server.client.post(MESSAGES, &with(request(), &json!({"model": "claude"}))).await;
     assert_error(&answer, 404, "not_found_error", "claude");
     let answer = server.client.get(MESSAGES).await;
@@ -513,14 +541,15 @@ async fn wrong_requests_are_told_what_is_wrong() {
     assert_eq!(answer.header("allow"), Some("POST"));
     let answer = server.client.post("/v1/messages/batches", &json!({})).await;
     assert_error(&answer, 404, "not_found_error", "/v1/messages/batches");
-    let json_type = [
+    let headers = [
         ("content-type", "application/json"),
         ("x-api-key", "k"),
         ("anthropic-version", "2023-06-01"),
     ];
-    let answer = server.client.ask(Method::POST, MESSAGES, &json_type, "{").await;
+    let answer = server.client.ask(Method::POST, MESSAGES, &headers, "{").await;
     assert_error(&answer, 400, "invalid_request_error", "no JSON");
-    assert!(server.engine.submitted.lock().unwrap().is_empty());
+    let answer = server.client.ask(Method::POST, COUNT, &headers, "x".repeat(1001)).await;
+    assert_error(&answer, 413, "request_too_large", "1000 bytes");
     let metrics = server.client.get("/metrics").await;
     let line = "http_requests_total{method=\"POST\",handler=\"/v1/messages\",status=\"404\"} 1";
     assert!(metrics.text().contains(line), "{}", metrics.text());

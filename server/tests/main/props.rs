@@ -8,7 +8,7 @@ use dsv4_server::engine::FinishReason;
 use serde_json::{Map, Value, json};
 
 /// Mutated bodies for each path.
-const RUNS: u64 = 1500;
+const RUNS: u64 = 3000;
 
 fn number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok()?.parse().ok()

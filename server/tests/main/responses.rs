@@ -334,16 +334,24 @@ async fn fields_reach_the_engine_as_sent() {
     server.finish().await;
 }
 
-#[tokio::test]
-async fn wrong_requests_are_told_their_field() {
+/// Each request is refused for its field, in these words, and reaches no worker.
+async fn refuse(cases: impl IntoIterator<Item = (Value, &'static str, &'static str)>) {
     let server = Server::start().await;
+    for (fields, param, says) in cases {
+        let answer = server.client.post(RESPONSES, &with(request(), &fields)).await;
+        assert_error(&answer, 400, "invalid_value", Some(param), &fields.to_string());
+        let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();
+        assert!(message.contains(says), "{says}: {message}");
+    }
+    assert!(server.engine.submitted.lock().unwrap().is_empty());
+    server.finish().await;
+}
+
+#[tokio::test]
+async fn wrong_items_are_told_their_place() {
     let one = |item: Value| json!({"input": [item]});
     let call = json!({"type": "function_call", "call_id": "c", "name": "f", "arguments": ""});
-    let format = |format: Value| json!({"text": {"format": format}});
-    let required =
-        json!({"tools": [tool("f")], "tool_choice": "required", "reasoning": {"effort": "high"}});
-    let pairs: serde_json::Map<_, _> = (0..17).map(|n| (n.to_string(), json!(""))).collect();
-    for (fields, param, says) in [
+    refuse([
         (json!({"input": null}), "input", "input"),
         (json!({"input": 7}), "input", "input is a number, and must be a string or a list"),
         (json!({"input": []}), "input", "must not be empty"),
@@ -365,6 +373,13 @@ async fn wrong_requests_are_told_their_field() {
             "input",
             "No tool call found",
         ),
+    ])
+    .await;
+}
+
+#[tokio::test]
+async fn what_would_need_a_store_is_refused() {
+    refuse([
         (
             json!({"previous_response_id": "resp_1"}),
             "previous_response_id",
@@ -374,6 +389,22 @@ async fn wrong_requests_are_told_their_field() {
         (json!({"prompt": {"id": "p"}}), "prompt", "stores no prompts"),
         (json!({"background": true}), "background", "background"),
         (json!({"store": "no"}), "store", "store is a string, and must be true or false"),
+    ])
+    .await;
+    let server = Server::start().await;
+    let answer = server.client.get("/v1/responses/resp_1").await;
+    assert_error(&answer, 404, "not_found", None, "nothing is stored");
+    server.finish().await;
+}
+
+#[tokio::test]
+async fn wrong_options_are_told_their_field() {
+    let format = |format: Value| json!({"text": {"format": format}});
+    let schema = json!({"type": "json_schema", "name": "n", "schema": {}, "strict": true});
+    let required =
+        json!({"tools": [tool("f")], "tool_choice": "required", "reasoning": {"effort": "high"}});
+    let pairs: serde_json::Map<_, _> = (0..17).map(|n| (n.to_string(), json!(""))).collect();
+    refuse([
         (json!({"truncation": "middle"}), "truncation", "truncation is \"middle\""),
         (json!({"max_output_tokens": 0}), "max_output_tokens", "an integer from 1 up"),
         (json!({"top_logprobs": 21}), "top_logprobs", "from 0 to 20"),
@@ -385,11 +416,7 @@ async fn wrong_requests_are_told_their_field() {
             "text",
             "text.format.schema is missing",
         ),
-        (
-            format(json!({"type": "json_schema", "name": "n", "schema": {}, "strict": true})),
-            "text",
-            "output is not constrained",
-        ),
+        (format(schema), "text", "output is not constrained"),
         (json!({"tools": [{"type": "file_search"}]}), "tools", "tools[0].type is \"file_search\""),
         (json!({"tools": [{"type": "custom", "name": "x"}]}), "tools", "apply_patch"),
         (json!({"tools": [{"type": "function"}]}), "tools", "tools[0].name is missing"),
@@ -400,12 +427,13 @@ async fn wrong_requests_are_told_their_field() {
         (json!({"metadata": {"a": "x".repeat(513)}}), "metadata", "more than 512"),
         (json!({"metadata": {"k".repeat(65): ""}}), "metadata", "more than 64"),
         (json!({"metadata": pairs}), "metadata", "17 entries"),
-    ] {
-        let answer = server.client.post(RESPONSES, &with(request(), &fields)).await;
-        assert_error(&answer, 400, "invalid_value", Some(param), &fields.to_string());
-        let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();
-        assert!(message.contains(says), "{says}: {message}");
-    }
+    ])
+    .await;
+}
+
+#[tokio::test]
+async fn what_does_not_fit_is_not_cut() {
+    let server = Server::start().await;
     let long = json!({"input": "word ".repeat(CONTEXT as usize)});
     for (fields, says) in [
         (json!({}), "maximum context length"),
@@ -415,9 +443,6 @@ async fn wrong_requests_are_told_their_field() {
         assert_error(&answer, 400, "context_length_exceeded", Some("input"), says);
         assert!(answer.text().contains(says), "{}", answer.text());
     }
-    let answer = server.client.get("/v1/responses/resp_1").await;
-    assert_error(&answer, 404, "not_found", None, "nothing is stored");
-    assert!(server.engine.submitted.lock().unwrap().is_empty());
     server.finish().await;
 }
 
