@@ -300,7 +300,7 @@ impl ErrorStyle {
 }
 
 impl IntoResponse for ApiError {
-    /// The error itself goes along, for [`ErrorStyle::restate`].
+    /// The error itself goes along as an extension, for APIs that write errors otherwise.
     fn into_response(self) -> Response {
         let mut response = (self.status, Json(self.to_json())).into_response();
         if let Some(seconds) = self.retry_after {
