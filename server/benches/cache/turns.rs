@@ -81,7 +81,10 @@ async fn hold(workers: &mut [Worker], sessions: u32, turns: usize) -> Outcome<()
     for turn in 0..turns {
         let mut order: Vec<u32> = (0..sessions).collect();
         random.shuffle(&mut order);
-        for worker in &mut *workers {
+        // Another one begins each turn: what comes first or last has no advantage by that.
+        for place in 0..workers.len() {
+            let next = (place + turn) % workers.len();
+            let worker = &mut workers[next];
             let url = &worker.server.url;
             let one = async |session: u32| {
                 let ids = conversation(session, FIRST + turn * MORE);
