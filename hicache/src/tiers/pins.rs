@@ -89,12 +89,6 @@ impl Tiers {
         pinned
     }
 
-    /// Whether an object is pinned.
-    #[must_use]
-    pub fn is_pinned(&self, key: &ObjectKey) -> bool {
-        self.pins.has(key)
-    }
-
     /// Pins there are, in the order of [`Part::ALL`].
     #[must_use]
     pub fn pins(&self) -> [u64; 2] {

@@ -48,5 +48,7 @@ mod tamper;
 mod turns;
 #[path = "e2e/turns_of_keys.rs"]
 mod turns_of_keys;
+#[path = "e2e/warm.rs"]
+mod warm;
 #[path = "e2e/workers.rs"]
 mod workers;

@@ -2,15 +2,15 @@
 //! tier it comes from: at every block boundary of a conversation another one branches off.
 
 use super::accounts::assert_all_given_back;
-use super::client::{Metrics, essence, eventually, greedy, healthy, post};
+use super::client::{Metrics, essence, greedy, healthy, post};
 use super::cluster::{Pair, Server};
 use super::folder::Folder;
 use super::prompts::prompt;
+use super::warm::{OUTPUT, written};
 use crate::moto::{BUCKET, Moto};
 use serde_json::Value;
 
 const BLOCK: usize = 256;
-const OUTPUT: u32 = 8;
 /// Tokens of a branch behind the boundary that it leaves at.
 const TAIL: usize = 45;
 
@@ -61,16 +61,6 @@ async fn ask(url: &str, ids: &[u32]) -> (Value, Value) {
 /// Forgets what is on the device and in host memory.
 async fn flush(url: &str) {
     post(&format!("{url}/flush_cache"), &Value::Null).await.expect("an answer").ok();
-}
-
-/// Waits until a store has as many objects as the host tier was given.
-async fn written(url: &str, tier: &str) {
-    eventually("what is saved is written", async || {
-        let metrics = Metrics::of(url).await;
-        let stored = |tier: &str| metrics.sum("dsv4:cache_stored_total", &[tier]);
-        (stored(tier) > 0.0 && stored(tier) >= stored("host")).then_some(())
-    })
-    .await;
 }
 
 /// Asks for a branch; all up to its boundary has to come out of the cache, at least a block of it

@@ -5,24 +5,16 @@ use super::client::{Metrics, complete, essence, eventually, greedy, healthy, pos
 use super::cluster::{Pair, Server};
 use super::folder::Folder;
 use super::prompts::prompt;
+use super::warm::{OUTPUT, ask, talk, written};
 use futures_util::future::join_all;
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-const OUTPUT: u32 = 8;
 const COLD: &str = "--disable-radix-cache";
 /// Device memory for one long prompt or two.
 const SMALL: &str =
     "--context-length 1536 --max-running-requests 2 --kv-memory-mib 7 --chunked-prefill-size 256";
-
-/// Answer and cached tokens.
-async fn ask(url: &str, ids: &[u32]) -> (Value, u64) {
-    let reply = post(&format!("{url}/v1/completions"), &greedy(ids, OUTPUT)).await;
-    let answer = reply.expect("an answer").ok();
-    let cached = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
-    (essence(&answer), cached.as_u64().expect("cached tokens are counted"))
-}
 
 async fn alone(url: &str, prompts: &[Vec<u32>]) -> Vec<Value> {
     let mut answers = Vec::new();
@@ -41,25 +33,8 @@ async fn ask_as(url: &str, salt: &str, ids: &[u32]) -> (Value, u64) {
     (essence(&answer), cached.as_u64().expect("cached tokens are counted"))
 }
 
-/// A prompt that shares no block with those of another `talk`.
-fn talk(number: u32, tokens: usize) -> Vec<u32> {
-    let mut ids = prompt(2100)[..tokens].to_vec();
-    ids[0] ^= number;
-    ids
-}
-
 fn storage(dir: &Path) -> String {
     format!("--hicache-storage-dir {}", dir.display())
-}
-
-/// Waits until all that was saved is written.
-async fn written(url: &str) {
-    let idle = async || {
-        let metrics = Metrics::of(url).await;
-        let stored = |tier: &str| metrics.sum("dsv4:cache_stored_total", &[tier]);
-        (stored("disk") > 0.0 && stored("disk") >= stored("host")).then_some(())
-    };
-    eventually("what is saved is written", idle).await;
 }
 
 /// More conversations than the pages hold, one after the other and again: each second time the
@@ -85,7 +60,7 @@ async fn answers_are_equal_after_eviction_and_return_from_host_and_disk() {
             assert_eq!(found, *answer, "{what}, {mode}, turn {n}");
             hits += u32::from(n >= 6 && cached == 1024);
             if what == "disk" {
-                written(&warm.url).await;
+                written(&warm.url, "disk").await;
             }
         }
         assert!(hits >= 5, "{what}, {mode}: {hits} of 6 came back");
@@ -162,7 +137,7 @@ async fn damaged_objects_are_misses_that_are_counted() {
     let ids = prompt(1300);
     let (answer, _) = ask(&cold.url, &ids).await;
     assert_eq!(ask(&server.url, &ids).await, (answer.clone(), 0));
-    written(&server.url).await;
+    written(&server.url, "disk").await;
     server.process.terminate();
     assert!(server.process.wait_exit().success());
     let mut damaged = 0;
@@ -236,7 +211,7 @@ async fn clients_that_leave_while_a_prefix_is_loaded_leave_nothing() {
     for number in 0..4 {
         complete(&warm.url, &talk(number, 1300), 1).await;
     }
-    written(&warm.url).await;
+    written(&warm.url, "disk").await;
     let url = format!("{}/v1/completions", warm.url);
     for turn in 0..40_u32 {
         let body = greedy(&talk(turn % 4, 1310), OUTPUT);
@@ -361,7 +336,7 @@ async fn flushed_prefixes_are_computed_again() {
     let server = Server::worker("null", &storage(&dir.0));
     let ids = prompt(800);
     let (answer, _) = ask(&server.url, &ids).await;
-    written(&server.url).await;
+    written(&server.url, "disk").await;
     let flush = async |query: &str| {
         let url = format!("{}/flush_cache{query}", server.url);
         post(&url, &Value::Null).await.expect("an answer").ok()
@@ -374,7 +349,7 @@ async fn flushed_prefixes_are_computed_again() {
     assert!(flushed["host_objects"].as_u64() >= Some(4), "{flushed}");
     // It is on disk still.
     assert_eq!(ask(&server.url, &ids).await, (answer.clone(), 768));
-    written(&server.url).await;
+    written(&server.url, "disk").await;
     let flushed = flush("?storage=true").await;
     assert!(flushed["disk_objects"].as_u64() >= Some(4), "{flushed}");
     eventually("the folder is empty", async || objects_below(&dir.0).is_empty().then_some(()))
@@ -406,7 +381,7 @@ async fn silent_disk_is_left_alone_and_keeps_no_process() {
     for ids in &asked {
         ask(&server.url, ids).await;
     }
-    written(&server.url).await;
+    written(&server.url, "disk").await;
     server.process.terminate();
     assert!(server.process.wait_exit().success());
     server.restart();

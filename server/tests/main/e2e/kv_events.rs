@@ -2,13 +2,12 @@
 
 use super::client::{Metrics, complete, eventually, greedy, post};
 use super::cluster::{MODEL, Process, Server, note};
-use super::prompts::prompt;
+use super::folder::Folder;
+use super::warm::talk;
 use crate::kv_events::{Mirror, received, replayed, sleeper, subscribed};
 use serde_json::Value;
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::process::Command;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Device memory for one long prompt or two.
 const SMALL: &str =
@@ -73,34 +72,6 @@ fn addresses(server: &mut Server) -> (SocketAddr, SocketAddr) {
         rest[..end].parse::<SocketAddr>().expect("an address")
     });
     (found.next().expect("one"), found.next().expect("another"))
-}
-
-/// A prompt that shares no block with those of another `talk`.
-fn talk(number: u32, tokens: usize) -> Vec<u32> {
-    let mut ids = prompt(2100)[..tokens].to_vec();
-    ids[0] ^= number;
-    ids
-}
-
-/// A folder that goes with its test.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new() -> Self {
-        static MADE: AtomicU32 = AtomicU32::new(0);
-        let number = MADE.fetch_add(1, Ordering::Relaxed);
-        let name = format!("dsv4-events-test-{}-{number}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        std::fs::create_dir(&path).expect("make a folder");
-        Self(path)
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        // What is left behind is only in the way of nobody.
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }
 
 async fn flush(url: &str, query: &str) {

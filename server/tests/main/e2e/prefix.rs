@@ -1,25 +1,16 @@
 //! Prompts that go on from what earlier ones have left: the same answers, less work, no page lost.
 
 use super::accounts::assert_all_given_back;
-use super::client::{Metrics, complete, essence, greedy, healthy, post};
+use super::client::{Metrics, complete, healthy};
 use super::cluster::{Pair, Server};
 use super::prompts::prompt;
+use super::warm::{OUTPUT, ask};
 use super::workers::Workers;
 use dsv4_server::node::NodeOptions;
 use futures_util::future::join_all;
-use serde_json::Value;
 use std::collections::BTreeSet;
 
-const OUTPUT: u32 = 8;
 const COLD: &str = "--disable-radix-cache";
-
-/// Answer and cached tokens.
-async fn ask(url: &str, ids: &[u32]) -> (Value, u64) {
-    let reply = post(&format!("{url}/v1/completions"), &greedy(ids, OUTPUT)).await;
-    let answer = reply.expect("an answer").ok();
-    let cached = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
-    (essence(&answer), cached.as_u64().expect("cached tokens are counted"))
-}
 
 /// Where prompts can go on after one of `n` tokens: DESIGN's marked boundaries.
 fn boundaries(n: usize) -> impl Iterator<Item = usize> {

@@ -1,14 +1,13 @@
 //! Prefixes that servers share through an object store, which may die at any time.
 
 use super::accounts::assert_all_given_back;
-use super::client::{Metrics, complete, essence, eventually, greedy, post};
+use super::client::{Metrics, complete, eventually, greedy, post};
 use super::cluster::Server;
 use super::prompts::prompt;
+use super::warm::{OUTPUT, ask, written};
 use crate::moto::{BUCKET, Moto};
 use rustix::process::Signal;
-use serde_json::Value;
 
-const OUTPUT: u32 = 8;
 const COLD: &str = "--disable-radix-cache";
 
 fn server(moto: &Moto, prefix: &str, flags: &str) -> Server {
@@ -22,14 +21,6 @@ fn server_of(moto: &Moto, mode: &str, prefix: &str, flags: &str) -> Server {
     Server::worker_with(mode, &flags, &variables)
 }
 
-/// Answer and cached tokens.
-async fn ask(url: &str, ids: &[u32]) -> (Value, u64) {
-    let reply = post(&format!("{url}/v1/completions"), &greedy(ids, OUTPUT)).await;
-    let answer = reply.expect("an answer").ok();
-    let cached = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
-    (essence(&answer), cached.as_u64().expect("cached tokens are counted"))
-}
-
 /// A prompt that shares no block with those of another `talk`.
 fn talk(number: u32, tokens: usize) -> Vec<u32> {
     let mut ids = prompt(2300)[..tokens].to_vec();
@@ -39,16 +30,6 @@ fn talk(number: u32, tokens: usize) -> Vec<u32> {
 
 async fn remote(url: &str, name: &str) -> f64 {
     Metrics::of(url).await.sum(name, &["remote"])
-}
-
-/// Waits until all that was saved is written.
-async fn written(url: &str) {
-    eventually("what is saved is written", async || {
-        let metrics = Metrics::of(url).await;
-        let stored = |tier: &str| metrics.sum("dsv4:cache_stored_total", &[tier]);
-        (stored("remote") > 0.0 && stored("remote") >= stored("host")).then_some(())
-    })
-    .await;
 }
 
 #[tokio::test]
@@ -61,7 +42,7 @@ async fn fresh_server_has_what_another_one_computed() {
         let (answer, _) = ask(&cold.url, &ids).await;
         assert_eq!(ask(&first.url, &ids).await, (answer, 0));
     }
-    written(&first.url).await;
+    written(&first.url, "remote").await;
     let second = server(&moto, "shared", "");
     for number in 0..2 {
         let ids = talk(number, 2150);
@@ -90,7 +71,7 @@ async fn prompts_find_what_another_server_wrote_later() {
         for number in 0..4 {
             complete(&first.url, &talk(number, 1100), OUTPUT).await;
         }
-        written(&first.url).await;
+        written(&first.url, "remote").await;
         let mut hits = 0;
         for number in 0..4 {
             let ids = talk(number, 1150);
@@ -145,7 +126,7 @@ async fn dead_or_silent_object_store_costs_prefixes_and_no_answers() {
     for number in 0..6 {
         complete(&first.url, &talk(number, 600), OUTPUT).await;
     }
-    written(&first.url).await;
+    written(&first.url, "remote").await;
     let second = server(&moto, "mortal", "");
     for (number, dies) in [(0, false), (2, true)] {
         // It works, then it does not, in the middle of its use.
