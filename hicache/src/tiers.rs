@@ -234,6 +234,7 @@ impl Tiers {
 
     fn take_slot(&mut self, key: ObjectKey, origin: Option<Store>) -> Option<Slot> {
         let (slot, gone) = self.host.take(key, origin, self.pins.has(&key))?;
+        self.pins.arrives(&key);
         self.counters[Tier::Host as usize].evicted += u64::from(gone.is_some());
         Some(slot)
     }

@@ -52,12 +52,12 @@ pub trait BlobStore: Send + Sync + std::fmt::Debug {
     /// Whatever keeps the store from listing; `found` may have been called before.
     fn list(&self, found: &mut dyn FnMut(Listed)) -> Result<(), StoreError>;
 
-    /// Whether there is an object of this name.
+    /// Bytes of the object of this name; none if there is none.
     ///
     /// # Errors
     ///
     /// Whatever keeps the store from looking.
-    fn contains(&self, key: &ObjectKey) -> Result<bool, StoreError>;
+    fn size(&self, key: &ObjectKey) -> Result<Option<u64>, StoreError>;
 
     /// Whether uses are noted. Where not, [`Listed::used`] is when the object was written, and
     /// [`BlobStore::touch`] does nothing and always succeeds.

@@ -11,6 +11,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::SystemTime;
 
 /// Where a [`FileStore`] lies and what it holds.
@@ -26,7 +27,9 @@ pub struct FileStoreConfig {
     pub direct: bool,
 }
 
-/// Objects of one fingerprint as files in a folder, which it has for itself while it lives.
+/// Objects of one fingerprint as files in a folder, which it has for itself while it lives. A
+/// folder that somebody removes meanwhile is made again by the next write; if another process was
+/// first, writes and removals are [`StoreError::Locked`].
 ///
 /// A write is in place for good when it returns: the file's bytes and its name were synced.
 /// Uses are kept as the files' times of modification.
@@ -39,8 +42,16 @@ pub struct FileStore {
     skipped: AtomicU64,
     /// Direct IO is wanted, and the file system has not refused it.
     direct: AtomicBool,
+    layout: String,
+    lock: Mutex<Held>,
+}
+
+/// The lock of a store, which is ours while its file is the one of that name.
+#[derive(Debug)]
+struct Held {
     /// Held, not read.
-    _lock: File,
+    _file: File,
+    id: folder::FileId,
 }
 
 /// How a file is opened.
@@ -65,7 +76,7 @@ impl FileStore {
         // A process that died may have made the folder without this.
         sync_folder(&parent)?;
         failpoint("open-folder");
-        let lock = folder::lock(&dir)?;
+        let lock = take(&dir)?;
         failpoint("open-locked");
         folder::claim_layout(&dir, &layout)?;
         let mut leftovers = 0;
@@ -81,7 +92,21 @@ impl FileStore {
         let others = folder::others(&parent, &fingerprint, &layout)?;
         let exposed = folder::exposed(&parent, &dir);
         let (skipped, direct) = (AtomicU64::new(0), AtomicBool::new(direct));
-        Ok(Self { dir, others, leftovers, exposed, skipped, direct, _lock: lock })
+        let lock = Mutex::new(lock);
+        Ok(Self { dir, others, leftovers, exposed, skipped, direct, layout, lock })
+    }
+
+    /// Makes sure that the folder is still the one whose lock we have. One that was removed or
+    /// replaced is made and taken again, unless another process has it by now: without this, two
+    /// would write and evict in one folder.
+    fn keep(&self) -> Result<(), StoreError> {
+        let mut held = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        if folder::lock_id(&self.dir)? == Some(held.id) {
+            return Ok(());
+        }
+        folder::make_folders(&self.dir)?;
+        *held = take(&self.dir)?;
+        folder::claim_layout(&self.dir, &self.layout)
     }
 
     /// The folder of this fingerprint.
@@ -196,10 +221,12 @@ impl BlobStore for FileStore {
 
     fn write(&self, key: &ObjectKey, bytes: &[u8]) -> Result<(), StoreError> {
         check_whole(key, bytes)?;
+        self.keep()?;
         self.with_mode(self.mode(bytes), |mode| self.place(key, bytes, mode))
     }
 
     fn remove(&self, key: &ObjectKey) -> Result<(), StoreError> {
+        self.keep()?;
         failpoint("remove-begun");
         folder::remove_file(&folder::object_path(&self.dir, key).1)?;
         failpoint("remove-done");
@@ -221,11 +248,11 @@ impl BlobStore for FileStore {
         Ok(())
     }
 
-    fn contains(&self, key: &ObjectKey) -> Result<bool, StoreError> {
+    fn size(&self, key: &ObjectKey) -> Result<Option<u64>, StoreError> {
         let (_, path) = folder::object_path(&self.dir, key);
         let metadata = if_there(fs::symlink_metadata(&path));
         let metadata = metadata.map_err(StoreError::io("look at", &path))?;
-        Ok(metadata.is_some_and(|metadata| metadata.is_file()))
+        Ok(metadata.filter(fs::Metadata::is_file).map(|metadata| metadata.len()))
     }
 
     fn touch(&self, key: &ObjectKey) -> Result<(), StoreError> {
@@ -234,6 +261,12 @@ impl BlobStore for FileStore {
         let touched = touched.map_err(StoreError::io("touch", &path))?;
         touched.ok_or(StoreError::Missing { key: *key })
     }
+}
+
+fn take(dir: &Path) -> Result<Held, StoreError> {
+    let file = folder::lock(dir)?;
+    let id = folder::id_of(&file).map_err(StoreError::io("look at the lock of", dir))?;
+    Ok(Held { _file: file, id })
 }
 
 fn options(mode: Mode) -> OpenOptions {

@@ -290,6 +290,21 @@ pub(super) fn exposed(dir: &Path, store: &Path) -> Option<PathBuf> {
     [dir, store].into_iter().find(is_exposed).map(Path::to_owned)
 }
 
+/// What tells a file from all others that are there at the same time: device and inode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct FileId(u64, u64);
+
+pub(super) fn id_of(file: &File) -> io::Result<FileId> {
+    file.metadata().map(|found| FileId(found.dev(), found.ino()))
+}
+
+/// The file that is a store's lock by its name; none if there is none.
+pub(super) fn lock_id(store: &Path) -> Result<Option<FileId>, StoreError> {
+    let path = store.join(LOCK);
+    let found = if_there(fs::symlink_metadata(&path)).map_err(StoreError::io("look at", &path))?;
+    Ok(found.map(|found| FileId(found.dev(), found.ino())))
+}
+
 /// Takes a store's lock, until the file is dropped.
 pub(super) fn lock(store: &Path) -> Result<File, StoreError> {
     let path = store.join(LOCK);
@@ -315,9 +330,8 @@ pub(super) fn lock(store: &Path) -> Result<File, StoreError> {
             Err(TryLockError::Error(source)) => return Err(StoreError::io("lock", &path)(source)),
         }
         // Whoever pruned the store away may have removed the name that this lock was opened by.
-        let held = file.metadata().map_err(StoreError::io("look at", &path))?;
-        let named = if_there(fs::metadata(&path)).map_err(StoreError::io("look at", &path))?;
-        if named.is_some_and(|named| (named.dev(), named.ino()) == (held.dev(), held.ino())) {
+        let held = id_of(&file).map_err(StoreError::io("look at", &path))?;
+        if lock_id(store)? == Some(held) {
             return Ok(file);
         }
     }

@@ -38,6 +38,9 @@ pub const FORMAT_VERSION: u32 = 1;
 pub const OBJECT_ALIGN: usize = 4096;
 /// Most sections of an object.
 pub const SECTIONS_MAX: usize = 4096;
+/// Most bytes of an object. V4's are a few MiB; whoever reads one that nobody vouches for takes no
+/// more memory than this.
+pub const OBJECT_BYTES_MAX: u64 = 256 << 20;
 /// Most bytes of a header.
 pub const HEADER_BYTES_MAX: usize = Header::header_bytes(SECTIONS_MAX);
 
@@ -77,6 +80,12 @@ pub enum FormatError {
     Sections {
         /// Sections it says, or has.
         found: usize,
+    },
+    /// More than [`OBJECT_BYTES_MAX`].
+    #[error("object of {found} bytes, {OBJECT_BYTES_MAX} may")]
+    TooLong {
+        /// Bytes of all of it.
+        found: u64,
     },
     /// The header's length does not follow from its sections.
     #[error("header says {found} bytes, its sections need {wanted}")]
@@ -279,13 +288,14 @@ impl Header {
     ///
     /// # Errors
     ///
-    /// [`FormatError::Sections`], and [`FormatError::Short`] if the header has no room; nothing was
-    /// written.
+    /// [`FormatError::Sections`], [`FormatError::TooLong`], and [`FormatError::Short`] if the header
+    /// has no room; nothing was written.
     pub fn encode_into(&self, target: &mut [u8]) -> Result<(), FormatError> {
         let count = self.sections.len();
         if count > SECTIONS_MAX {
             return Err(FormatError::Sections { found: count });
         }
+        self.check_not_too_long()?;
         let (found, wanted) = (target.len(), Self::header_bytes(count));
         let header = target.get_mut(..wanted).ok_or(FormatError::Short { found, wanted })?;
         header.fill(0);
@@ -363,6 +373,7 @@ impl Header {
         if found != wanted {
             return Err(FormatError::PayloadBytes { found, wanted });
         }
+        header.check_not_too_long()?;
         Ok(header)
     }
 
@@ -394,6 +405,11 @@ impl Header {
     fn payload_end(&self) -> usize {
         let start = Self::header_bytes(self.sections.len());
         self.places().last().map_or(start, |(_, place)| place.end)
+    }
+
+    fn check_not_too_long(&self) -> Result<(), FormatError> {
+        let found = self.object_bytes();
+        if found > OBJECT_BYTES_MAX { Err(FormatError::TooLong { found }) } else { Ok(()) }
     }
 
     fn check_object_bytes(&self, object: &[u8]) -> Result<(), FormatError> {

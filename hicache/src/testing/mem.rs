@@ -176,8 +176,8 @@ impl BlobStore for MemStore {
         Ok(())
     }
 
-    fn contains(&self, key: &ObjectKey) -> Result<bool, StoreError> {
-        Ok(self.state().objects.contains_key(key))
+    fn size(&self, key: &ObjectKey) -> Result<Option<u64>, StoreError> {
+        Ok(self.state().objects.get(key).map(|stored| stored.bytes.len() as u64))
     }
 
     fn touch(&self, key: &ObjectKey) -> Result<(), StoreError> {

@@ -5,10 +5,26 @@ use super::types::Tier;
 use crate::object::{ObjectKey, Part};
 use alloc::collections::{BTreeMap, BTreeSet};
 
-/// Until when which objects are pinned. They need not be in host memory.
+/// How long a pin waits for an object that is not in host memory, in microseconds. Longer than a
+/// prompt waits for its turn and is computed; a pin of what never comes does not keep others out
+/// for the whole of its time.
+pub(super) const WAIT_US: u64 = 10 * 60 * 1_000_000;
+
+/// One pin.
+#[derive(Clone, Copy, Debug)]
+struct Pin {
+    /// When it was wished to end.
+    until_us: u64,
+    /// When it ends: not later, and sooner while it waits for its object.
+    ends_us: u64,
+    /// The object has not been in host memory since it was pinned.
+    waits: bool,
+}
+
+/// Until when objects are pinned.
 #[derive(Debug)]
 pub(super) struct Pins {
-    until: BTreeMap<ObjectKey, u64>,
+    all: BTreeMap<ObjectKey, Pin>,
     order: BTreeSet<(u64, ObjectKey)>,
     counts: [usize; 2],
     max: [usize; 2],
@@ -17,52 +33,63 @@ pub(super) struct Pins {
 impl Pins {
     /// No pins, and room for so many of each part.
     pub(super) fn new(max: [usize; 2]) -> Self {
-        Self { until: BTreeMap::new(), order: BTreeSet::new(), counts: [0; 2], max }
+        Self { all: BTreeMap::new(), order: BTreeSet::new(), counts: [0; 2], max }
     }
 
     pub(super) fn has(&self, key: &ObjectKey) -> bool {
-        self.until.contains_key(key)
+        self.all.contains_key(key)
     }
 
     /// Pins an object, or pins it for longer; false if there is no room for one more pin.
-    fn add(&mut self, key: ObjectKey, until_us: u64) -> bool {
-        if let Some(until) = self.until.get_mut(&key) {
-            if *until < until_us {
-                self.order.remove(&(*until, key));
-                self.order.insert((until_us, key));
-                *until = until_us;
-            }
-            return true;
-        }
+    fn add(&mut self, now_us: u64, key: ObjectKey, until_us: u64, is_here: bool) -> bool {
         let count = &mut self.counts[key.part.position()];
-        if *count >= self.max[key.part.position()] {
-            return false;
+        let old = self.all.get(&key).copied();
+        if old.is_none() {
+            if *count >= self.max[key.part.position()] {
+                return false;
+            }
+            *count += 1;
         }
-        *count += 1;
-        self.until.insert(key, until_us);
-        self.order.insert((until_us, key));
+        let until_us = old.map_or(until_us, |old| old.until_us.max(until_us));
+        let waits = !is_here && old.is_none_or(|old| old.waits);
+        let ends_us = if waits { until_us.min(now_us.saturating_add(WAIT_US)) } else { until_us };
+        self.set(key, old, Pin { until_us, ends_us, waits });
         true
+    }
+
+    /// The object has a place in host memory: its pin, if it has one, lasts as long as was wished.
+    pub(super) fn arrives(&mut self, key: &ObjectKey) {
+        let Some(old) = self.all.get(key).copied() else { return };
+        self.set(*key, Some(old), Pin { ends_us: old.until_us, waits: false, ..old });
+    }
+
+    fn set(&mut self, key: ObjectKey, old: Option<Pin>, pin: Pin) {
+        if let Some(old) = old {
+            self.order.remove(&(old.ends_us, key));
+        }
+        self.order.insert((pin.ends_us, key));
+        self.all.insert(key, pin);
     }
 
     /// When the next pin ends.
     pub(super) fn due(&self) -> Option<u64> {
-        self.order.first().map(|(until, _)| *until).filter(|until| *until != u64::MAX)
+        self.order.first().map(|(ends, _)| *ends).filter(|ends| *ends != u64::MAX)
     }
 
     /// The next pin that has ended.
     fn pop_ended(&mut self, now_us: u64) -> Option<ObjectKey> {
-        let (until, key) = *self.order.first()?;
-        if until > now_us {
+        let (ends, key) = *self.order.first()?;
+        if ends > now_us {
             return None;
         }
         self.order.pop_first();
-        self.until.remove(&key);
+        self.all.remove(&key);
         self.counts[key.part.position()] -= 1;
         Some(key)
     }
 
     pub(super) fn clear(&mut self) {
-        self.until.clear();
+        self.all.clear();
         self.order.clear();
         self.counts = [0; 2];
     }
@@ -70,7 +97,8 @@ impl Pins {
 
 impl Tiers {
     /// Keeps an object in host memory until `until_us`, and for ever if that is [`u64::MAX`], from
-    /// now on or from when it comes there. A pin that is there already is only made longer. False,
+    /// now on or from when it comes there; if it does not come within ten minutes, the pin is over.
+    /// A pin that is there already is only made longer. False,
     /// and counted, if [`Limits::pins_max`](super::Limits::pins_max) objects are pinned; the object
     /// is then one like any other.
     ///
@@ -80,7 +108,8 @@ impl Tiers {
         if until_us <= self.now_us {
             return true;
         }
-        let pinned = self.pins.add(key, until_us);
+        let is_here = self.host.find(&key).is_some();
+        let pinned = self.pins.add(self.now_us, key, until_us, is_here);
         if pinned {
             self.host.pin(&key);
         } else {

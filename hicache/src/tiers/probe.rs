@@ -125,7 +125,12 @@ impl Tiers {
                 }
             }
             Outcome::Missing => {}
-            Outcome::Mismatch | Outcome::NoSpace | Outcome::Failed => {
+            // Of another length: it is no use to read it.
+            Outcome::Mismatch => {
+                counters.mismatches += 1;
+                probes.note_wrong(key);
+            }
+            Outcome::NoSpace | Outcome::Failed => {
                 counters.failures += 1;
                 self.did_not_work(store, Way::Up);
             }

@@ -1,13 +1,14 @@
 //! Stores in folders: damage, foreign files, other layouts, locks, and the tools at rest.
 
 use crate::folder::{Folder, LAYOUT, files, object_files, open, open_as, read_all};
-use hicache::Part;
+use crate::format_cases::{rewritten, says_bytes};
 use hicache::store::at_rest::{
     Problem, PruneConfig, PruneSummary, VerifySummary, prune, stores, verify,
 };
 use hicache::store::format::{FormatError, Header, verify_object};
 use hicache::store::{BlobStore, StoreError};
 use hicache::testing::conformance::{FINGERPRINT, key, object};
+use hicache::{ObjectKey, Part};
 use kv_pool::Fingerprint;
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt;
@@ -22,6 +23,10 @@ fn is_accepted(store: &dyn BlobStore, bytes: usize) -> bool {
     store.read(&key(1), &mut into).is_ok()
         && verify_object(&into)
             .is_ok_and(|header| header.check_identity(&FINGERPRINT, &key(1)).is_ok())
+}
+
+fn names(store: &dyn BlobStore) -> Vec<ObjectKey> {
+    read_all(store).into_iter().map(|(key, _)| key).collect()
 }
 
 #[test]
@@ -72,6 +77,60 @@ fn a_file_of_another_length_is_an_error_and_not_listed() {
         assert!(!is_accepted(&store, whole.len()), "not as long as was asked for");
         assert!(!is_accepted(&store, bytes), "not as long as it says");
     }
+}
+
+#[test]
+fn a_file_that_says_that_it_is_huge_takes_no_memory() {
+    let folder = Folder::new();
+    let store = open(&folder);
+    store.write(&key(1), &object(key(1), 0)).unwrap();
+    let path = &object_files(&folder)[0];
+    let payload = 0xf000_0000;
+    fs::write(path, rewritten(|bytes| says_bytes(bytes, payload))).unwrap();
+    // It is as long as it says, and takes no room.
+    File::options().write(true).open(path).unwrap().set_len(payload + 4096).unwrap();
+    let mut found = Vec::new();
+    let summary = verify(&folder, &mut |finding| found.push(finding.problem)).unwrap();
+    assert_eq!((summary.good_objects, summary.damaged), (0, 1));
+    let [Problem::Damaged(error)] = &found[..] else { panic!("{found:?}") };
+    assert_eq!(error.to_string(), "object of 4026535936 bytes, 268435456 may");
+}
+
+#[test]
+fn a_folder_that_was_removed_is_made_again() {
+    let folder = Folder::new();
+    let store = open(&folder);
+    let whole = object(key(1), 0);
+    store.write(&key(1), &whole).unwrap();
+    fs::remove_dir_all(&*folder).unwrap();
+    let missing = store.read(&key(1), &mut vec![0; whole.len()]).unwrap_err();
+    assert!(matches!(missing, StoreError::Missing { .. }), "{missing}");
+    store.write(&key(1), &whole).unwrap();
+    assert!(is_accepted(&store, whole.len()));
+    let second = open_as(&folder, FINGERPRINT, LAYOUT).unwrap_err();
+    assert!(matches!(second, StoreError::Locked { .. }), "{second}");
+    let in_use: Vec<bool> = stores(&folder).unwrap().iter().map(|store| store.in_use).collect();
+    assert_eq!(in_use, [true], "the new lock is held");
+    drop(store);
+    assert_eq!(names(&open(&folder)), [key(1)], "and the layout is there");
+}
+
+#[test]
+fn a_folder_that_another_process_has_made_meanwhile_is_left_to_it() {
+    let folder = Folder::new();
+    let (first, whole) = (open(&folder), object(key(1), 0));
+    first.write(&key(1), &whole).unwrap();
+    fs::remove_dir_all(first.dir()).unwrap();
+    let second = open(&folder);
+    second.write(&key(2), &object(key(2), 0)).unwrap();
+    for result in [first.write(&key(1), &whole), first.remove(&key(2))] {
+        let error = result.unwrap_err();
+        assert!(matches!(error, StoreError::Locked { .. }), "{error}");
+    }
+    assert_eq!(names(&second), [key(2)]);
+    drop(second);
+    first.write(&key(1), &whole).unwrap();
+    assert_eq!(names(&first), [key(1), key(2)]);
 }
 
 #[test]
@@ -236,7 +295,7 @@ fn verifying_finds_what_is_damaged() {
     let key = key(1);
     let mut header = Header::decode(&object(key, 0)).unwrap();
     let section = header.sections[0];
-    header.sections = vec![hicache::store::format::Section { bytes: u32::MAX, ..section }; 4096];
+    header.sections = vec![hicache::store::format::Section { bytes: 60_000, ..section }; 4096];
     let mut huge = vec![0; Header::header_bytes(4096)];
     header.encode_into(&mut huge).unwrap();
     fs::write(&all[1], huge).unwrap();

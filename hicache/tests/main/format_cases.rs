@@ -2,19 +2,32 @@
 
 use hicache::ObjectKey;
 use hicache::store::format::{
-    FormatError, HEADER_BYTES_MAX, Header, SECTIONS_MAX, Section, object_bytes, verify_object,
+    FormatError, HEADER_BYTES_MAX, Header, OBJECT_BYTES_MAX, SECTIONS_MAX, Section, object_bytes,
+    verify_object,
 };
 use hicache::testing::conformance::{FINGERPRINT, key, object};
 use kv_pool::{CacheKind, ChainHash, Fingerprint, PageTag, TagInput, digest, tag};
 
 /// Changes bytes of the header and makes its digest right again.
-fn rewritten(change: impl FnOnce(&mut [u8])) -> Vec<u8> {
+pub(crate) fn rewritten(change: impl FnOnce(&mut [u8])) -> Vec<u8> {
     let mut bytes = object(key(1), 0);
     change(&mut bytes);
     bytes[96..112].fill(0);
     let value = digest(&bytes[..4096]);
     bytes[96..112].copy_from_slice(&value.0);
     bytes
+}
+
+/// Makes a header say that it has a payload of so many bytes, all but a few in its first section.
+pub(crate) fn says_bytes(header: &mut [u8], payload: u64) {
+    let others: u32 = (1..3).map(|n| u32_at(header, 128 + n * 32 + 12)).sum();
+    let first = u32::try_from(payload).unwrap() - others;
+    header[128 + 12..128 + 16].copy_from_slice(&first.to_le_bytes());
+    header[72..80].copy_from_slice(&payload.to_le_bytes());
+}
+
+fn u32_at(bytes: &[u8], offset: usize) -> u32 {
+    u32::from_le_bytes(bytes[offset..offset + 4].try_into().unwrap())
 }
 
 #[test]
@@ -48,6 +61,11 @@ fn every_rule_of_the_header_has_its_error() {
     assert_eq!(error(|b| b[70] = 1), FormatError::Sections { found: 65_539 });
     let payload = error(|b| b[72] ^= 1);
     assert!(matches!(payload, FormatError::PayloadBytes { found, wanted } if found ^ wanted == 1));
+    let most = rewritten(|b| says_bytes(b, OBJECT_BYTES_MAX - 4096));
+    assert_eq!(Header::decode(&most).unwrap().object_bytes(), OBJECT_BYTES_MAX);
+    let long = rewritten(|b| says_bytes(b, OBJECT_BYTES_MAX - 4095));
+    let found = OBJECT_BYTES_MAX + 4096;
+    assert_eq!(Header::decode(&long), Err(FormatError::TooLong { found }));
     let mut bytes = object(key(1), 0);
     bytes[81] ^= 1;
     assert!(matches!(Header::decode(&bytes), Err(FormatError::HeaderDigest { .. })));
@@ -109,6 +127,10 @@ fn as_many_sections_as_may_be_fit() {
     let error = FormatError::Sections { found: SECTIONS_MAX + 1 };
     assert_eq!(header.encode_into(&mut bytes), Err(error));
     header.sections.truncate(1);
+    header.sections[0].bytes = u32::try_from(OBJECT_BYTES_MAX).unwrap();
+    let error = FormatError::TooLong { found: OBJECT_BYTES_MAX + 4096 };
+    assert_eq!(header.encode_into(&mut bytes), Err(error));
+    header.sections[0].bytes = 3;
     assert!(matches!(header.seal(&mut bytes), Err(FormatError::ObjectBytes { .. })));
     let short = FormatError::Short { found: 4095, wanted: 4096 };
     assert_eq!(header.encode_into(&mut bytes[..4095]), Err(short));

@@ -412,8 +412,12 @@ impl World {
         if self.stores_down || fails {
             return Outcome::Failed;
         }
-        if !self.stores[store as usize].contains_key(key) {
-            return Outcome::Missing;
+        let Some(content) = self.stores[store as usize].get(key) else { return Outcome::Missing };
+        // Some of what is wrong shows by its length.
+        if !content.right && self.random.one_in(2) {
+            self.wrong_objects.insert((store, *key));
+            self.count("found wrong by a probe");
+            return Outcome::Mismatch;
         }
         self.count("found by a probe");
         Outcome::Done

@@ -129,6 +129,38 @@ fn pinned_objects_stay_until_their_time_and_leave_half_of_the_room() {
     assert_eq!((tiers.pins(), held(&tiers, 1), tiers.poll_timeout()), ([0, 0], false, None));
 }
 
+#[test]
+fn a_pin_of_what_never_comes_is_over_after_ten_minutes() {
+    const WAIT_US: u64 = 600_000_000;
+    let mut limits = *full_tiers().limits();
+    limits.disk = None;
+    let mut tiers = Tiers::new(limits);
+    assert!(tiers.pin(5, key_of(0), u64::MAX) && tiers.pin(5, key_of(1), u64::MAX));
+    assert!(!tiers.pin(5, key_of(2), 1000), "half of four may be pinned");
+    let (save, _) = tiers.offer(6, key_of(1)).expect("a slot");
+    tiers.handle_done(7, save, Outcome::Done).expect("under way");
+    assert_eq!(tiers.poll_timeout(), Some(WAIT_US + 5));
+    tiers.handle_timeout(WAIT_US + 4);
+    assert_eq!(tiers.pins(), [2, 0]);
+    tiers.handle_timeout(WAIT_US + 5);
+    assert_eq!((tiers.pins(), tiers.poll_timeout()), ([1, 0], None), "what came stays for ever");
+    assert!(tiers.pin(WAIT_US + 6, key_of(2), WAIT_US + 7), "there is room again");
+    assert_eq!(tiers.poll_timeout(), Some(WAIT_US + 7), "none waits longer than was wished");
+}
+
+#[test]
+fn what_is_found_with_another_length_is_not_taken_for_the_object() {
+    let mut tiers = tiers_of_others();
+    tiers.probe(0, [key_of(1)]);
+    let motions = begun(&mut tiers);
+    tiers.handle_done(1, motions[0].0, Outcome::Mismatch).expect("under way");
+    let counters = tiers.counters(Tier::Remote);
+    assert_eq!((tiers.holds(&key_of(1)), counters.mismatches, counters.failures), (None, 1, 0));
+    tiers.probe(2, [key_of(1)]);
+    assert_eq!(begun(&mut tiers), [], "it is not looked for again");
+    assert!(!tiers.is_paused(Store::Remote));
+}
+
 /// One write at a time, and as many saves as there are slots: a quarter of them waits for its turn
 /// and is written, whatever else comes.
 #[test]

@@ -337,10 +337,7 @@ fn run(motion: MotionId, job: Job, store: Option<&dyn BlobStore>, memory: &Objec
             (outcome, None, None)
         }
         Job::Probe { key } => {
-            let outcome = store.map_or(Outcome::Failed, |store| match store.contains(&key) {
-                Ok(false) => Outcome::Missing,
-                found => outcome_of(store, "look for", found.map(drop)),
-            });
+            let outcome = store.map_or(Outcome::Failed, |store| look_for(store, key, memory));
             (outcome, None, None)
         }
     };
@@ -373,6 +370,19 @@ fn read(store: &dyn BlobStore, key: ObjectKey, into: &mut [u8], memory: &ObjectM
         tracing::debug!(%key, %error, tier = store.name(), "a use could not be noted");
     }
     Outcome::Done
+}
+
+fn look_for(store: &dyn BlobStore, key: ObjectKey, memory: &ObjectMemory) -> Outcome {
+    let wanted = memory.bytes_of(key.part);
+    match store.size(&key) {
+        Ok(None) => Outcome::Missing,
+        Ok(Some(found)) if found != wanted => {
+            let error = StoreError::Length { key, found, wanted };
+            tracing::warn!(%key, %error, tier = store.name(), "an object of the cache is damaged");
+            Outcome::Mismatch
+        }
+        found => outcome_of(store, "look for", found.map(drop)),
+    }
 }
 
 fn outcome_of(store: &dyn BlobStore, what: &str, result: Result<(), StoreError>) -> Outcome {

@@ -175,6 +175,12 @@ impl ObjectMemory {
         object_bytes(count, bytes)
     }
 
+    /// Bytes of an object, with header and padding.
+    #[must_use]
+    pub fn bytes_of(&self, part: Part) -> u64 {
+        Self::object_bytes(&self.geometry, part)
+    }
+
     /// Sections with the places of their pages.
     fn pieces(&self, pages: &ObjectPages, blocks: u32) -> Vec<Piece<'_>> {
         let mut seen = [0; 3];

@@ -29,6 +29,8 @@ use std::time::{Duration, Instant};
 pub const TIMEOUT: Duration = Duration::from_secs(5);
 /// Repetitions of a request that failed.
 const RETRIES_MAX: usize = 2;
+/// Longest listing.
+const LISTING_MAX: Duration = Duration::from_secs(24 * 3600);
 /// First line of a layout object.
 const LAYOUT_VERSION: &str = "dsv4 object store 1";
 /// Beginning of all of them.
@@ -96,6 +98,14 @@ pub enum RemoteError {
         /// What was said.
         reason: String,
     },
+}
+
+/// How a listing ended that no server kept from its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ended {
+    Complete,
+    /// At a name that [`Path`] does not have, with an empty or a dotted part.
+    AtUnspeakable,
 }
 
 /// Objects of one fingerprint in a bucket.
@@ -273,22 +283,50 @@ impl RemoteStore {
         limit: Duration,
         found: &mut dyn FnMut(Listed),
     ) -> Result<(), RemoteError> {
-        let started = Instant::now();
+        let until = Instant::now() + limit.min(LISTING_MAX);
+        let mut told = None;
+        match self.list_below(&self.root, until, &mut told, found)? {
+            Ended::Complete => return Ok(()),
+            Ended::AtUnspeakable => {}
+        }
+        // Somebody has put a name there that no client of this kind can say, which ends a listing:
+        // in parts, at most the one with that name is lost.
+        for first in 0..=u8::MAX {
+            self.list_below(&self.root.clone().join(hex(&[first])), until, &mut told, found)?;
+        }
+        Ok(())
+    }
+
+    /// Lists what lies below a prefix and behind `told`, in the order of names, which is that in
+    /// which servers list.
+    fn list_below(
+        &self,
+        prefix: &Path,
+        until: Instant,
+        told: &mut Option<Path>,
+        found: &mut dyn FnMut(Listed),
+    ) -> Result<Ended, RemoteError> {
         let unreachable = |reason| RemoteError::Unreachable {
             url: self.url.to_string(),
             during: "list",
-            name: self.root.to_string(),
+            name: prefix.to_string(),
             reason,
         };
-        let mut all = self.client.list(Some(&self.root));
+        let mut all = self.client.list(Some(prefix));
         loop {
-            if started.elapsed() > limit {
-                return Err(unreachable(format!("not done after {} s", limit.as_secs())));
+            if Instant::now() > until {
+                return Err(unreachable("not done in time".to_owned()));
             }
-            let next = self.ask(async { all.next().await.transpose() });
-            match next.map_err(unreachable)? {
-                Some(meta) => self.listed(&meta).into_iter().for_each(&mut *found),
-                None => return Ok(()),
+            match self.ask_typed(all.next()).map_err(unreachable)? {
+                Some(Ok(meta)) => {
+                    if told.as_ref().is_none_or(|told| *told < meta.location) {
+                        self.listed(&meta).into_iter().for_each(&mut *found);
+                        *told = Some(meta.location);
+                    }
+                }
+                Some(Err(Error::InvalidPath { .. })) => return Ok(Ended::AtUnspeakable),
+                Some(Err(error)) => return Err(unreachable(reason(&error, &self.secrets))),
+                None => return Ok(Ended::Complete),
             }
         }
     }
@@ -403,10 +441,10 @@ impl BlobStore for RemoteStore {
         })
     }
 
-    fn contains(&self, key: &ObjectKey) -> Result<bool, StoreError> {
+    fn size(&self, key: &ObjectKey) -> Result<Option<u64>, StoreError> {
         match self.ask_about("look for", key, async { self.client.head(&self.path(key)).await }) {
-            Ok(_) => Ok(true),
-            Err(StoreError::Missing { .. }) => Ok(false),
+            Ok(found) => Ok(Some(found.size)),
+            Err(StoreError::Missing { .. }) => Ok(None),
             Err(error) => Err(error),
         }
     }

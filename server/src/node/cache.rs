@@ -237,7 +237,7 @@ fn adopt(tiers: &mut Tiers, store: &FileStore, plan: &HostPlan) -> anyhow::Resul
 fn adopt_remote(tiers: &mut Tiers, store: &RemoteStore, plan: &HostPlan) {
     let (mut objects, mut strange) = (0_u64, 0_u64);
     let listed = store.list_within(LIST_LIMIT, &mut |Listed { key, bytes, .. }| {
-        let fits = bytes == plan.object_bytes[key.part as usize - 1];
+        let fits = bytes == plan.object_bytes[key.part.position()];
         let known = fits && tiers.adopt(Store::Remote, key);
         (objects, strange) = (objects + u64::from(known), strange + u64::from(!fits));
     });

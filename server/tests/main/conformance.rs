@@ -71,10 +71,28 @@ fn another_layout_under_our_fingerprint_is_refused() {
     }
     let refused = other.write(&key(1), &object(key(1), 1));
     assert!(matches!(refused, Err(StoreError::Failed { .. })), "{refused:?}");
-    assert!(!ours.contains(&key(1)).expect("look for it"));
+    assert_eq!(ours.size(&key(1)).expect("look for it"), None);
     let mut found = 0;
     ours.list(&mut |_| found += 1).expect("list");
     assert_eq!(found, 0, "the layout is no object");
+}
+
+#[test]
+fn a_name_that_cannot_be_said_does_not_hide_the_others() {
+    let Some(moto) = Moto::start() else { return };
+    let store = open(&moto, config("names", "layout", TIMEOUT));
+    for number in [1, 2, 4, 9] {
+        store.write(&key(number), &object(key(number), 1)).expect("write an object");
+    }
+    // Behind `01` and the beginning of `02`, before our object there.
+    let root = format!("{BUCKET}/names/{FINGERPRINT}");
+    for name in ["02/./x", "02//x", "05//x"] {
+        moto.put(&format!("{root}/{name}"));
+    }
+    let mut found = Vec::new();
+    store.list(&mut |listed| found.push(listed.key)).expect("list");
+    assert_eq!(found, [key(1), key(4), key(9)], "but for what shares the part of that name");
+    assert!(store.size(&key(2)).expect("look for it").is_some());
 }
 
 #[test]
@@ -88,7 +106,7 @@ fn dead_and_silent_servers_are_errors_that_name_what_was_tried_and_no_secret() {
         let errors = [
             store.read(&key(1), &mut into),
             store.write(&key(2), &object(key(2), 1)),
-            store.contains(&key(1)).map(drop),
+            store.size(&key(1)).map(drop),
             store.remove(&key(1)),
             listed,
         ];
@@ -106,7 +124,7 @@ fn dead_and_silent_servers_are_errors_that_name_what_was_tried_and_no_secret() {
     tries();
     moto.restart();
     store.write(&key(3), &object(key(3), 1)).expect("it is back");
-    assert!(store.contains(&key(3)).expect("look for it"));
+    assert!(store.size(&key(3)).expect("look for it").is_some());
 }
 
 /// A server that says that something went wrong, and does not stop saying so: its address, and how

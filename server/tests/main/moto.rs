@@ -68,9 +68,14 @@ impl Moto {
     }
 
     fn make_bucket(&self) {
+        self.put(BUCKET);
+    }
+
+    /// Makes a bucket, or an empty object in one, of whatever name.
+    pub(crate) fn put(&self, path: &str) {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).expect("connect to S3");
         let host = format!("127.0.0.1:{}", self.port);
-        let head = format!("PUT /{BUCKET} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\n");
+        let head = format!("PUT /{path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\n");
         stream.write_all(format!("{head}Connection: close\r\n\r\n").as_bytes()).expect("ask S3");
         let mut answer = String::new();
         stream.read_to_string(&mut answer).expect("an answer of S3");
