@@ -144,12 +144,15 @@ pub(crate) fn run(suite: Suite, extent: Extent) -> Result<()> {
     Ok(())
 }
 
+/// The bench that [`smoke`] runs.
+pub(crate) const SMOKE: &str = "transfer";
+
 /// Sees in a debug build whether the suite transfer works, as `cargo xtask ci` does: the same
 /// features as the tests, so that nothing is built again, and without NIXL and Mooncake, which are
 /// half a gigabyte.
 pub(crate) fn smoke() -> Result<()> {
     let mut command = sh::cargo();
-    command.args(["test", "--workspace", "--all-features", "--locked", "--bench", "transfer"]);
+    command.args(["test", "--workspace", "--all-features", "--locked", "--bench", SMOKE]);
     command.args(["--", "--quick", "--no-peers"]);
     command.env(ucx::VARIABLE, ucx::ensure()?);
     sh::run(&mut command)
