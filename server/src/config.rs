@@ -1,5 +1,7 @@
 //! Flags, read once and checked once.
 
+pub mod layers;
+
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kv_pool::{Fingerprint, IndexKeyType, Numerics};
 use std::path::PathBuf;
@@ -140,6 +142,10 @@ pub struct ServeArgs {
     /// limit].
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     pub max_queued_tokens: Option<u64>,
+    /// Output tokens that a request has pages for when it begins, at most; more come as it needs
+    /// them, from one that came later if there is no other way, which then goes on later.
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    pub num_reserved_decode_tokens: u32,
     /// Seconds that a request may wait for its turn before it gets 503; 0 for no limit.
     #[arg(long, default_value_t = 600, value_name = "SECONDS")]
     pub queue_timeout: u64,
@@ -204,6 +210,9 @@ pub struct ServeArgs {
     /// Most verbose level that is logged: error, warn, info, debug or trace.
     #[arg(long, default_value = "info")]
     pub log_level: tracing_subscriber::filter::LevelFilter,
+    /// File (TOML) with flags that are neither here nor in a variable like DSV4_MAX_RUNNING_REQUESTS.
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
 }
 
 /// Flags of the router.
@@ -224,6 +233,9 @@ pub struct RouterArgs {
     /// Most verbose level that is logged.
     #[arg(long, default_value = "info")]
     pub log_level: tracing_subscriber::filter::LevelFilter,
+    /// File (TOML) with flags, those of the router in its table [router].
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
 }
 
 /// What looks after a cache's folder.

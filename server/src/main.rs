@@ -1,10 +1,10 @@
 //! The `server` program: flags, start, signals, exit codes.
 
 use anyhow::Context;
-use clap::Parser;
 use dsv4_server::cache_command::{self, CacheEnd};
 use dsv4_server::clock::wall_time;
-use dsv4_server::config::{CacheCommand, Cli, Command, ConfigError, Mode, RouterArgs, ServeArgs};
+use dsv4_server::config::layers::{self, LayerError, Layered, Setting};
+use dsv4_server::config::{CacheCommand, Command, ConfigError, Mode, RouterArgs, ServeArgs};
 use dsv4_server::engine::{Engine, Health};
 use dsv4_server::http::{self, HEADER_TIMEOUT, HttpConfig};
 use dsv4_server::node::{Node, NodeEngine, Published};
@@ -22,11 +22,14 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 
 fn main() -> ExitCode {
     abort_on_panic();
-    let cli = Cli::parse();
+    let Layered { cli, settings } = match layers::parse(std::env::args_os(), std::env::vars_os()) {
+        Ok(layered) => layered,
+        Err(error) => return usage(&error),
+    };
     let result = match cli.command {
-        Some(Command::Router(args)) => run_router(&args),
+        Some(Command::Router(args)) => run_router(&args, &settings),
         Some(Command::Cache(command)) => return run_cache(&command),
-        None => run_worker(&cli.serve),
+        None => run_worker(&cli.serve, &settings),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -36,6 +39,23 @@ fn main() -> ExitCode {
         }
     }
 }
+
+/// Says what is wrong with the flags, or the help that was asked for.
+fn usage(error: &LayerError) -> ExitCode {
+    if let LayerError::Usage { error, note } = error {
+        // Nowhere to say it means nobody to hear it.
+        let _ = error.print();
+        if let Some(note) = note {
+            warn_of(note.trim_end());
+        }
+        return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(USAGE));
+    }
+    warn_of(&format!("error: {error}"));
+    ExitCode::from(USAGE)
+}
+
+/// Exit code of wrong usage, clap's.
+const USAGE: u8 = 2;
 
 /// Exit code of a cache command that could not do what was asked; clap's for wrong usage is the same.
 const CACHE_NOT_DONE: u8 = 2;
@@ -53,9 +73,13 @@ fn run_cache(command: &CacheCommand) -> ExitCode {
     }
 }
 
-#[expect(clippy::print_stderr, reason = "the last word of a program that could not start")]
 fn complain(error: &anyhow::Error) {
-    eprintln!("error: {}", said_once(error));
+    warn_of(&format!("error: {}", said_once(error)));
+}
+
+#[expect(clippy::print_stderr, reason = "the last word of a program that could not start")]
+fn warn_of(line: &str) {
+    eprintln!("{line}");
 }
 
 /// An error with its causes, without those whose text an error above them has in its own.
@@ -109,8 +133,15 @@ fn survive_file_limit(runtime: &tokio::runtime::Runtime) -> anyhow::Result<()> {
     signal(kind).map(drop).context("handle the signal of the file size limit")
 }
 
-fn run_worker(args: &ServeArgs) -> anyhow::Result<()> {
+/// Says which flags are not left at their defaults, and where they come from.
+fn log_settings(settings: &[Setting]) {
+    let flags: Vec<String> = settings.iter().map(ToString::to_string).collect();
+    tracing::info!("flags: {}", if flags.is_empty() { "none".to_owned() } else { flags.join(" ") });
+}
+
+fn run_worker(args: &ServeArgs, settings: &[Setting]) -> anyhow::Result<()> {
     init_log(args.log_level);
+    log_settings(settings);
     // What is wrong with the flags is said before a port is taken or weights are read.
     Node::check(args)?;
     let runtime = runtime()?;
@@ -230,8 +261,9 @@ async fn until_ready(engine: Arc<NodeEngine>) -> anyhow::Result<()> {
     }
 }
 
-fn run_router(args: &RouterArgs) -> anyhow::Result<()> {
+fn run_router(args: &RouterArgs, settings: &[Setting]) -> anyhow::Result<()> {
     init_log(args.log_level);
+    log_settings(settings);
     let runtime = runtime()?;
     runtime.block_on(async {
         let config = RouterConfig {

@@ -463,6 +463,7 @@ impl Parts {
             max_queued: args.max_queued_requests,
             context_length,
             fingerprint: input.fingerprint(),
+            reserved_decode_tokens: args.num_reserved_decode_tokens,
             keep_prefixes: !args.disable_radix_cache,
             patience: Patience {
                 queue: (args.queue_timeout > 0).then(|| Duration::from_secs(args.queue_timeout)),

@@ -1,11 +1,17 @@
 //! Which sequences run in the next step: continuous batching with chunked prefill.
 //!
 //! A plain state machine: no clock, thread or IO, and no randomness, so that the same calls give
-//! the same plans. Pages are promised at admission for the longest output that a request may have;
-//! a running sequence therefore never waits for memory and nothing is ever preempted.
+//! the same plans.
 //!
 //! Who waits is admitted by priority, and within one priority fairly among keys ([`Waiting`]).
 //! Whoever is next is not overtaken for want of room: a large request comes in some time.
+//!
+//! Pages are promised at admission for the prompt and the beginning of the output, and further ones
+//! as the output comes to need them ([`Scheduler::reserve`]): most outputs end long before they may,
+//! and a request that names no length may have the whole context. Where there is no page left, a
+//! sequence is retracted, the least important one and of those the last one that came; it waits
+//! before all others of its priority. The first one that came is never retracted for another, so
+//! that each ends in some time.
 
 mod queue;
 
@@ -35,6 +41,12 @@ impl PageNeed {
         fits(self.blocks, used.blocks, total.blocks)
             && fits(self.window, used.window, total.window)
             && fits(self.carry, used.carry, total.carry)
+    }
+
+    /// The same with so many block pages.
+    #[must_use]
+    pub const fn with_blocks(self, blocks: u32) -> Self {
+        Self { blocks, ..self }
     }
 
     fn plus(self, other: Self) -> Self {
@@ -78,11 +90,29 @@ enum Phase {
 
 #[derive(Clone, Copy, Debug)]
 struct Admitted {
-    need: PageNeed,
+    /// As it was queued.
+    waiting: Waiting,
+    /// Pages that are its own by now.
+    promise: PageNeed,
     phase: Phase,
-    /// Number in order of admission.
+    /// Number in order of first admission.
     ticket: u64,
 }
+
+impl Admitted {
+    /// May come to need pages that it was not promised.
+    const fn grows(&self) -> bool {
+        self.promise.blocks < self.waiting.most.blocks
+    }
+
+    /// The least important one is the greatest.
+    const fn rank(&self) -> Rank {
+        (self.waiting.priority, self.ticket)
+    }
+}
+
+/// How soon a sequence is retracted: priority, then order of first admission.
+type Rank = (i32, u64);
 
 /// One sequence's share of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,6 +121,15 @@ pub struct Share {
     pub id: SeqId,
     /// Tokens that it computes.
     pub tokens: u32,
+}
+
+/// What follows from the wish for one more page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reserve {
+    /// It is promised.
+    Granted,
+    /// This sequence is to give its pages back and be retracted first; it may be the one that asked.
+    Retract(SeqId),
 }
 
 /// Work of one step: decoding sequences first, then prompt chunks in order of admission.
@@ -113,7 +152,13 @@ struct Prefill {
 pub struct Scheduler {
     limits: Limits,
     queue: Queue,
+    /// Those that were retracted, in the order in which they are admitted again.
+    retracted: BTreeMap<Rank, (SeqId, Waiting)>,
     admitted: BTreeMap<SeqId, Admitted>,
+    /// Admitted sequences that compute or generate, the least important last.
+    active: BTreeMap<Rank, SeqId>,
+    /// Admitted sequences that may come to need more pages than they were promised.
+    growing: u32,
     /// Those that decode and those that compute their prompt, in order of admission.
     decoding: BTreeMap<u64, SeqId>,
     prefilling: BTreeMap<u64, Prefill>,
@@ -135,7 +180,10 @@ impl Scheduler {
         Self {
             limits,
             queue: Queue::default(),
+            retracted: BTreeMap::new(),
             admitted: BTreeMap::new(),
+            active: BTreeMap::new(),
+            growing: 0,
             decoding: BTreeMap::new(),
             prefilling: BTreeMap::new(),
             promised: PageNeed::default(),
@@ -150,13 +198,19 @@ impl Scheduler {
         need.fits(PageNeed::default(), self.limits.pages)
     }
 
-    /// Sequences waiting for admission.
+    /// Sequences waiting for admission, for the first time or again.
     #[must_use]
     pub fn waiting(&self) -> usize {
-        self.queue.len()
+        self.queue.len() + self.retracted.len()
     }
 
-    /// Tokens that they are to have computed, as was estimated when they came.
+    /// Those of them that were running before.
+    #[must_use]
+    pub fn retracted(&self) -> usize {
+        self.retracted.len()
+    }
+
+    /// Tokens that those that never ran are to have computed, as was estimated when they came.
     #[must_use]
     pub const fn waiting_tokens(&self) -> u64 {
         self.queue.tokens()
@@ -184,16 +238,63 @@ impl Scheduler {
         if self.admitted.len() >= self.limits.running {
             return None;
         }
-        let (id, Waiting { need, .. }) = self.queue.next()?;
-        if !need.fits(self.promised, self.limits.pages) {
+        let again = self.retracted.first_key_value().map(|(rank, entry)| (*rank, *entry));
+        let new = self.queue.next();
+        let (id, waiting, rank) = match (again, new) {
+            (Some(((priority, _), _)), Some((id, new))) if new.priority < priority => {
+                (id, new, None)
+            }
+            (Some((rank, (id, waiting))), _) => (id, waiting, Some(rank)),
+            (None, Some((id, new))) => (id, new, None),
+            (None, None) => return None,
+        };
+        // A page for each that may ask for one soon, so that nobody comes only to drive out another.
+        let spare = PageNeed { blocks: self.growing, ..PageNeed::default() };
+        let promise = waiting.start;
+        if !promise.plus(spare).fits(self.promised, self.limits.pages) {
             return None;
         }
-        self.queue.pop(id);
-        self.promised = self.promised.plus(need);
-        let ticket = self.tickets;
-        self.tickets += 1;
-        self.admitted.insert(id, Admitted { need, phase: Phase::Parked, ticket });
+        let ticket = match rank {
+            Some(rank) => {
+                self.retracted.remove(&rank);
+                rank.1
+            }
+            None => {
+                self.queue.pop(id);
+                self.tickets += 1;
+                self.tickets - 1
+            }
+        };
+        self.promised = self.promised.plus(promise);
+        let entry = Admitted { waiting, promise, phase: Phase::Parked, ticket };
+        self.growing += u32::from(entry.grows());
+        self.admitted.insert(id, entry);
         Some(id)
+    }
+
+    /// Promises a sequence block pages up to so many of its own.
+    pub fn reserve(&mut self, id: SeqId, blocks: u32) -> Reserve {
+        let Some(entry) = self.admitted.get_mut(&id) else { return Reserve::Granted };
+        let Some(more) = blocks.checked_sub(entry.promise.blocks).filter(|more| *more > 0) else {
+            return Reserve::Granted;
+        };
+        let wish = PageNeed { blocks: more, ..PageNeed::default() };
+        if !wish.fits(self.promised, self.limits.pages) {
+            let last = self.active.last_key_value().map_or(id, |(_, last)| *last);
+            return Reserve::Retract(last);
+        }
+        let grew = entry.grows();
+        entry.promise.blocks = blocks;
+        self.growing -= u32::from(grew && !entry.grows());
+        self.promised = self.promised.plus(wish);
+        Reserve::Granted
+    }
+
+    /// A sequence has given its pages back, and waits until it can have `start` and go on.
+    pub fn retract(&mut self, id: SeqId, start: PageNeed) {
+        let Some(entry) = self.forget(id) else { return };
+        let waiting = Waiting { start, ..entry.waiting };
+        self.retracted.insert(entry.rank(), (id, waiting));
     }
 
     /// A sequence that has waited too long; it waits no longer.
@@ -238,16 +339,27 @@ impl Scheduler {
             Phase::Prefill => drop(self.prefilling.remove(&entry.ticket)),
             Phase::Decode => drop(self.decoding.remove(&entry.ticket)),
         }
+        match phase {
+            Phase::Parked => drop(self.active.remove(&entry.rank())),
+            Phase::Prefill | Phase::Decode => drop(self.active.insert(entry.rank(), id)),
+        }
         Some(entry.ticket)
     }
 
     /// Forgets a sequence, waiting or admitted, and frees its promise.
     pub fn remove(&mut self, id: SeqId) {
-        self.queue.remove(id);
-        self.park(id);
-        if let Some(entry) = self.admitted.remove(&id) {
-            self.promised = self.promised.minus(entry.need);
+        if self.queue.remove(id).is_none() && self.forget(id).is_none() {
+            self.retracted.retain(|_, (other, _)| *other != id);
         }
+    }
+
+    /// Forgets an admitted sequence.
+    fn forget(&mut self, id: SeqId) -> Option<Admitted> {
+        self.park(id);
+        let entry = self.admitted.remove(&id)?;
+        self.growing -= u32::from(entry.grows());
+        self.promised = self.promised.minus(entry.promise);
+        Some(entry)
     }
 
     /// The next step. Every decoding sequence gets its token as far as the budget goes (a moving
@@ -291,7 +403,8 @@ mod tests {
     }
 
     fn waiting(blocks: u32) -> Waiting {
-        Waiting { need: need(blocks), cost: 1, priority: 0, key: 0, deadline_us: None }
+        let (start, most) = (need(blocks), need(blocks));
+        Waiting { start, most, cost: 1, priority: 0, key: 0, deadline_us: None }
     }
 
     fn scheduler(step_tokens: u32, running: usize, blocks: u32) -> Scheduler {
@@ -331,6 +444,75 @@ mod tests {
         s.remove(1);
         assert_eq!((s.admit(), s.admit()), (Some(2), Some(3)));
         assert!(!s.could_fit(need(11)));
+    }
+
+    /// One that begins with a page and may come to have so many.
+    fn growing(most: u32) -> Waiting {
+        Waiting { start: need(1), ..waiting(most) }
+    }
+
+    fn start_all(s: &mut Scheduler) -> Vec<SeqId> {
+        let ids: Vec<SeqId> = std::iter::from_fn(|| s.admit()).collect();
+        ids.iter().for_each(|id| s.start_decode(*id));
+        ids
+    }
+
+    #[test]
+    fn who_came_last_is_retracted_and_comes_back_first() {
+        let mut s = scheduler(16, 8, 6);
+        (0..9).for_each(|id| s.enqueue(id, growing(5)));
+        // Each leaves a page for those before it.
+        assert_eq!(start_all(&mut s), [0, 1, 2]);
+        assert_eq!([s.reserve(0, 1), s.reserve(0, 2), s.reserve(1, 2)], [Reserve::Granted; 3]);
+        assert_eq!(s.reserve(2, 2), Reserve::Granted, "the last page");
+        assert_eq!(s.reserve(0, 3), Reserve::Retract(2));
+        s.retract(2, need(2));
+        assert_eq!((s.retracted(), s.waiting(), s.admitted()), (1, 7, 2));
+        assert_eq!([s.reserve(0, 3), s.reserve(1, 3)], [Reserve::Granted; 2]);
+        assert_eq!(s.reserve(1, 4), Reserve::Retract(1), "the first one is not driven out");
+        s.retract(1, need(3));
+        assert_eq!(s.admit(), None);
+        s.remove(0);
+        assert_eq!(
+            start_all(&mut s),
+            [1, 2],
+            "in the order in which they came, before the new ones"
+        );
+        assert_eq!(s.reserve(1, 4), Reserve::Granted);
+        s.remove(2);
+        s.retract(1, need(4));
+        s.remove(1);
+        assert_eq!((s.retracted(), s.waiting(), s.promised), (0, 6, PageNeed::default()));
+        assert_eq!((s.growing, s.active.len()), (0, 0));
+    }
+
+    #[test]
+    fn less_important_ones_are_retracted_first_and_wait_behind_more_important_ones() {
+        let mut s = scheduler(16, 8, 4);
+        s.enqueue(1, Waiting { priority: 5, ..growing(4) });
+        s.enqueue(2, growing(4));
+        assert_eq!(start_all(&mut s), [2, 1]);
+        assert_eq!([s.reserve(2, 2), s.reserve(1, 2)], [Reserve::Granted; 2]);
+        assert_eq!(s.reserve(2, 3), Reserve::Retract(1));
+        s.retract(1, need(2));
+        s.enqueue(3, waiting(2));
+        assert_eq!(s.admit(), None, "a page is kept for the one that may grow");
+        s.remove(2);
+        assert_eq!(start_all(&mut s), [3, 1]);
+    }
+
+    #[test]
+    fn what_has_its_pages_on_their_way_is_not_retracted() {
+        let mut s = scheduler(16, 8, 3);
+        s.enqueue(1, growing(3));
+        s.enqueue(2, growing(3));
+        assert_eq!((s.admit(), s.admit()), (Some(1), Some(2)));
+        s.start_decode(1);
+        assert_eq!([s.reserve(1, 2), s.reserve(1, 3)], [Reserve::Granted, Reserve::Retract(1)]);
+        s.retract(1, need(2));
+        assert_eq!(s.admit(), None);
+        s.start_prefill(2, 10);
+        assert_eq!([s.reserve(2, 2), s.reserve(2, 3)], [Reserve::Granted; 2]);
     }
 
     #[test]

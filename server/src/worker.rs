@@ -80,6 +80,9 @@ pub struct WorkerConfig {
     pub context_length: u32,
     /// Layout of the pages, weights and tokenizer: what prefixes are kept under.
     pub fingerprint: Fingerprint,
+    /// Output tokens that a sequence is promised pages for when it begins; further ones as it comes
+    /// to need them.
+    pub reserved_decode_tokens: u32,
     /// Whether prefixes are kept for later prompts.
     pub keep_prefixes: bool,
     /// How long clients may wait.
@@ -140,6 +143,10 @@ pub struct PoolNumbers {
 pub struct Snapshot {
     /// Waiting requests.
     pub queued: u64,
+    /// Those of them that were running before and gave their pages to others.
+    pub retracted: u64,
+    /// Times that this happened.
+    pub retractions: u64,
     /// Admitted requests.
     pub running: u64,
     /// Prompts that peers may still read.
@@ -422,7 +429,7 @@ impl Worker {
     fn admit(&mut self) {
         while let Some(id) = self.scheduler.admit() {
             let Some(seq) = self.sequences.get(&id) else { continue };
-            if let Origin::Client { .. } = seq.origin {
+            if matches!(seq.origin, Origin::Client { .. }) && !seq.was_running() {
                 self.shared.leave_queue(seq.prompt_len as u64);
             }
             self.start(id);
@@ -481,7 +488,7 @@ impl Worker {
         let Some(seq) = self.sequences.get_mut(&id) else { return };
         match seq.state {
             State::Waiting => {
-                if let Origin::Client { .. } = seq.origin {
+                if matches!(seq.origin, Origin::Client { .. }) && !seq.was_running() {
                     self.shared.leave_queue(seq.prompt_len as u64);
                 }
                 self.drop_sequence(id);
@@ -568,6 +575,7 @@ impl Worker {
     fn publish(&mut self) {
         let n = &mut self.numbers;
         n.queued = self.scheduler.waiting() as u64;
+        n.retracted = self.scheduler.retracted() as u64;
         n.queued_tokens = self.scheduler.waiting_tokens();
         n.running = self.scheduler.admitted() as u64;
         n.lent = self.lent.len() as u64;

@@ -27,6 +27,8 @@ pub(crate) enum Suite {
     Kernels,
     /// Pool, digests, plans.
     KvPool,
+    /// Plans of the scheduler and streams through HTTP, without a model.
+    Serving,
     /// Hand-off between two processes over each transport, from request to verified page, beside
     /// NIXL and Mooncake; and what the transports do alone.
     Transfer,
@@ -44,7 +46,7 @@ impl Suite {
     /// Crate whose benches make up the suite; `None` for all crates.
     fn package(self) -> Option<&'static str> {
         match self {
-            Self::Cache | Self::Engine => Some("server"),
+            Self::Cache | Self::Engine | Self::Serving => Some("server"),
             Self::Kernels => Some("dsa-kernels"),
             Self::KvPool => Some("kv-pool"),
             Self::PdTransfer => Some("pd-transfer"),
@@ -59,6 +61,7 @@ impl Suite {
         match self {
             Self::Cache => target == "cache",
             Self::Engine => target == "engine",
+            Self::Serving => target == "serving",
             Self::Transfer => target == "transfer",
             _ => target != "load", // that run belongs to the tests
         }

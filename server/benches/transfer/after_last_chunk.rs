@@ -244,6 +244,7 @@ fn read(source: &Source, tokens: u32, requests: usize) -> Outcome<Times> {
         let request = PrefillRequest {
             id: format!("bench {number}"),
             prompt: prompt.clone(),
+            output: 0,
             sampling: SamplingParams::default(),
             cache_salt: String::new(),
             cache_keep: CacheKeep::AsUsed,

@@ -7,7 +7,7 @@ use dsv4_model::sample::{Sampled, SamplingParams};
 use wincode::{SchemaRead, SchemaWrite};
 
 /// Version of both payloads.
-const VERSION: u16 = 4;
+const VERSION: u16 = 5;
 /// Most bytes of a salt.
 const MAX_SALT: usize = 256;
 /// Most tokens of a prompt on the wire; the peer's context length is checked beside it.
@@ -63,6 +63,7 @@ struct RequestWire {
     cache_keep: u32,
     priority: i32,
     key: u64,
+    output: u32,
 }
 
 /// A prompt to compute for a decode worker.
@@ -70,8 +71,10 @@ struct RequestWire {
 pub struct PrefillRequest {
     /// Request id for the logs.
     pub id: String,
-    /// Prompt.
+    /// Prompt, and what there is of the output.
     pub prompt: Vec<u32>,
+    /// How many of these tokens, the last ones, are output; not all.
+    pub output: u32,
     /// How to draw the first token.
     pub sampling: SamplingParams,
     /// Whom cached prefixes are shared with.
@@ -110,6 +113,7 @@ impl PrefillRequest {
             },
             priority: self.turn.priority,
             key: self.turn.key,
+            output: self.output,
         };
         wincode::serialize(&wire).expect("vectors and numbers always serialise")
     }
@@ -126,6 +130,9 @@ impl PrefillRequest {
         }
         if wire.prompt.iter().any(|t| *t as usize >= vocab) {
             return Err(PayloadError::Range { what, field: "token id" });
+        }
+        if wire.output as usize >= wire.prompt.len() {
+            return Err(PayloadError::Range { what, field: "output length" });
         }
         if wire.cache_salt.len() > MAX_SALT {
             return Err(PayloadError::Range { what, field: "salt length" });
@@ -150,7 +157,8 @@ impl PrefillRequest {
         };
         let cache_salt = wire.cache_salt;
         let turn = Turn { priority: wire.priority, key: wire.key };
-        Ok(Self { id: wire.id, prompt: wire.prompt, sampling, cache_salt, cache_keep, turn })
+        let (id, prompt, output) = (wire.id, wire.prompt, wire.output);
+        Ok(Self { id, prompt, output, sampling, cache_salt, cache_keep, turn })
     }
 }
 

@@ -254,10 +254,14 @@ fn labelled(mut metric: Metric, name: &str, value: &str) -> Metric {
 
 type Plain = (&'static str, MetricKind, u64, &'static str);
 
-fn requests(n: &Snapshot) -> [Plain; 7] {
+fn requests(n: &Snapshot) -> [Plain; 9] {
+    let waits_again = "Requests that gave their pages to others and wait to go on";
+    let retracted = "Times that a request gave its pages to others";
     [
         ("sglang:num_running_reqs", Gauge, n.running, "Requests that run"),
         ("sglang:num_queue_reqs", Gauge, n.queued, "Requests that wait"),
+        ("sglang:num_retracted_reqs", Gauge, n.retracted, waits_again),
+        ("sglang:num_retracted_requests_total", Counter, n.retractions, retracted),
         ("sglang:prompt_tokens_total", Counter, n.prefill_tokens, "Prompt tokens computed"),
         ("sglang:generation_tokens_total", Counter, n.generation_tokens, "Tokens generated"),
         ("dsv4:steps_total", Counter, n.steps, "Forward passes"),

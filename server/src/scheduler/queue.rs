@@ -6,7 +6,7 @@
 //! prompts fewer, and one that sends many waits behind its own.
 
 use super::{PageNeed, SeqId};
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Tokens that a key may have computed in its turn. A turn admits whole requests, so what matters is
 /// only the proportion: small enough that short prompts do not come in long runs of one key.
@@ -15,8 +15,10 @@ const QUANTUM: u64 = 512;
 /// A request that wants to be admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Waiting {
+    /// Pages that it is promised when it is admitted.
+    pub start: PageNeed,
     /// Pages that it may come to own.
-    pub need: PageNeed,
+    pub most: PageNeed,
     /// Tokens that are to be computed for it before its first output token.
     pub cost: u32,
     /// Lower comes first, as in vLLM.
@@ -34,12 +36,25 @@ struct Entry {
     ticket: u64,
 }
 
+/// When a key has its turn: in which round, and behind whom in it.
+type Turn = (u64, u64);
+
 /// The requests of one key.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Flow {
-    /// Tokens that it may still have computed in this turn.
+    /// Tokens that it might have computed at the end of round `since`; each round adds
+    /// [`QUANTUM`].
     deficit: u64,
+    since: u64,
+    /// When its first request can be afforded.
+    turn: Turn,
     waiting: BTreeMap<u64, SeqId>,
+}
+
+impl Flow {
+    fn deficit_in(&self, round: u64) -> u64 {
+        self.deficit.saturating_add((round - self.since).saturating_mul(QUANTUM))
+    }
 }
 
 /// The requests of one priority.
@@ -47,11 +62,36 @@ struct Flow {
 struct Level {
     flows: BTreeMap<u64, Flow>,
     /// Keys in the order of their turns.
-    round: VecDeque<u64>,
+    turns: BTreeMap<Turn, u64>,
+    /// The round that is under way: that of the key that is next.
+    round: u64,
+    /// Turns that were given out.
+    stamps: u64,
 }
 
-/// Requests that wait. Every operation takes time in the logarithm of their number, but for the
-/// choice of the next one, which looks at each key of a priority once.
+impl Level {
+    /// Finds a key's turn anew: its first request has changed.
+    fn arrange(&mut self, key: u64, entries: &BTreeMap<SeqId, Entry>) {
+        let Some(flow) = self.flows.get_mut(&key) else { return };
+        self.turns.remove(&flow.turn);
+        let first = flow.waiting.first_key_value().and_then(|(_, id)| entries.get(id));
+        let Some(first) = first else {
+            // Whoever comes back starts anew: turns are not saved up.
+            self.flows.remove(&key);
+            return;
+        };
+        let missing = u64::from(first.waiting.cost).saturating_sub(flow.deficit_in(self.round));
+        let rounds = missing.div_ceil(QUANTUM);
+        // Its turn goes on as long as it can afford that; else it comes behind all others of then.
+        if rounds > 0 || flow.turn.0 != self.round || flow.turn.1 == 0 {
+            self.stamps += 1;
+            flow.turn = (self.round + rounds, self.stamps);
+        }
+        self.turns.insert(flow.turn, key);
+    }
+}
+
+/// Requests that wait. Every operation takes time in the logarithm of their number.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     entries: BTreeMap<SeqId, Entry>,
@@ -75,17 +115,24 @@ impl Queue {
         self.remove(id);
         let ticket = self.tickets;
         self.tickets += 1;
-        let level = self.levels.entry(waiting.priority).or_default();
-        let flow = level.flows.entry(waiting.key).or_insert_with(|| {
-            level.round.push_back(waiting.key);
-            Flow::default()
-        });
-        flow.waiting.insert(ticket, id);
+        self.entries.insert(id, Entry { waiting, ticket });
+        self.tokens += u64::from(waiting.cost);
         if let Some(deadline) = waiting.deadline_us {
             self.deadlines.insert((deadline, id));
         }
-        self.tokens += u64::from(waiting.cost);
-        self.entries.insert(id, Entry { waiting, ticket });
+        let level = self.levels.entry(waiting.priority).or_default();
+        let round = level.round;
+        let flow = level.flows.entry(waiting.key).or_insert_with(|| Flow {
+            deficit: 0,
+            since: round,
+            // Not one that anybody has: stamps begin at one.
+            turn: (0, 0),
+            waiting: BTreeMap::new(),
+        });
+        flow.waiting.insert(ticket, id);
+        if flow.waiting.len() == 1 {
+            level.arrange(waiting.key, &self.entries);
+        }
     }
 
     /// Takes a request out, whatever its turn.
@@ -97,11 +144,11 @@ impl Queue {
         }
         let Some(level) = self.levels.get_mut(&waiting.priority) else { return Some(waiting) };
         if let Some(flow) = level.flows.get_mut(&waiting.key) {
+            let was_first =
+                flow.waiting.first_key_value().is_some_and(|(first, _)| *first == ticket);
             flow.waiting.remove(&ticket);
-            if flow.waiting.is_empty() {
-                // Whoever comes back starts anew: turns are not saved up.
-                level.flows.remove(&waiting.key);
-                level.round.retain(|key| *key != waiting.key);
+            if was_first {
+                level.arrange(waiting.key, &self.entries);
             }
         }
         if level.flows.is_empty() {
@@ -113,36 +160,13 @@ impl Queue {
     /// Whose turn it is. The same until it was removed or something of a lower priority number
     /// came: it is not overtaken while it waits for room.
     pub(super) fn next(&mut self) -> Option<(SeqId, Waiting)> {
-        let (_, level) = self.levels.first_key_value()?;
-        // Turns until the first request of each key can be afforded; the soonest is next, and among
-        // those of the same turn the one whose turn comes first.
-        let turns = |key: &u64| {
-            let flow = level.flows.get(key)?;
-            let id = *flow.waiting.first_key_value()?.1;
-            let cost = u64::from(self.entries.get(&id)?.waiting.cost);
-            Some((cost.saturating_sub(flow.deficit).div_ceil(QUANTUM), id))
-        };
-        let all = level.round.iter().enumerate().filter_map(|(place, key)| {
-            let (turns, id) = turns(key)?;
-            Some((turns, place, id))
-        });
-        let (turns, place, id) = all.min_by_key(|(turns, place, _)| (*turns, *place))?;
-        self.give_turns(turns, place);
+        let mut first = self.levels.first_entry()?;
+        let level = first.get_mut();
+        let (turn, key) = level.turns.first_key_value()?;
+        // From now on nobody gets a turn in an earlier round.
+        level.round = level.round.max(turn.0);
+        let id = *level.flows.get(key)?.waiting.first_key_value()?.1;
         self.entries.get(&id).map(|entry| (id, entry.waiting))
-    }
-
-    /// Gives the keys of the first priority so many turns, up to that of the key in this place,
-    /// which then has its turn.
-    fn give_turns(&mut self, turns: u64, place: usize) {
-        let Some((_, level)) = self.levels.iter_mut().next() else { return };
-        for (other, key) in level.round.iter().enumerate() {
-            // Those behind it had one turn less.
-            let turns = if other > place { turns.saturating_sub(1) } else { turns };
-            if let Some(flow) = level.flows.get_mut(key) {
-                flow.deficit += turns * QUANTUM;
-            }
-        }
-        level.round.rotate_left(place);
     }
 
     /// Takes out the request whose turn it is, and charges its key.
@@ -150,17 +174,10 @@ impl Queue {
         let Some(Entry { waiting, .. }) = self.entries.get(&id).copied() else { return };
         let Some(level) = self.levels.get_mut(&waiting.priority) else { return };
         if let Some(flow) = level.flows.get_mut(&waiting.key) {
-            flow.deficit = flow.deficit.saturating_sub(waiting.cost.into());
+            flow.deficit = flow.deficit_in(level.round).saturating_sub(waiting.cost.into());
+            flow.since = level.round;
         }
         self.remove(id);
-        let Some(level) = self.levels.get_mut(&waiting.priority) else { return };
-        let Some(flow) = level.flows.get(&waiting.key) else { return };
-        let next = flow.waiting.first_key_value().and_then(|(_, id)| self.entries.get(id));
-        let can_go_on = next.is_some_and(|next| u64::from(next.waiting.cost) <= flow.deficit);
-        if !can_go_on && level.round.front() == Some(&waiting.key) {
-            // Its turn is over.
-            level.round.rotate_left(1);
-        }
     }
 
     /// When the next one is given up.
@@ -180,7 +197,8 @@ mod tests {
     use proptest::prelude::*;
 
     fn of(key: u64, cost: u32) -> Waiting {
-        Waiting { need: PageNeed::default(), cost, priority: 0, key, deadline_us: None }
+        let (start, most) = (PageNeed::default(), PageNeed::default());
+        Waiting { start, most, cost, priority: 0, key, deadline_us: None }
     }
 
     fn drain(queue: &mut Queue) -> Vec<SeqId> {

@@ -138,6 +138,7 @@ impl Worker {
         let request = PrefillRequest {
             id: seq.name.clone(),
             prompt: seq.tokens.clone(),
+            output: (seq.tokens.len() - seq.prompt_len) as u32,
             sampling: seq.sampling.clone(),
             cache_salt: seq.salt.clone(),
             cache_keep: seq.keep,
@@ -309,7 +310,7 @@ impl Worker {
             return self.unwound(id);
         }
         let first = match FirstToken::decode(&record.payload, vocab) {
-            Ok(first) if first.tokens as usize == seq.prompt_len => first,
+            Ok(first) if first.tokens as usize == seq.tokens.len() => first,
             Ok(first) => {
                 tracing::warn!(
                     sequence = id,

@@ -151,8 +151,8 @@ impl Worker {
         let Some(seq) = self.sequences.get(&id) else { return };
         let Origin::Peer { attempt, plan, offered, .. } = &seq.origin else { return };
         let first = FirstToken {
-            tokens: seq.prompt_len as u32,
-            cached: seq.cached,
+            tokens: seq.tokens.len() as u32,
+            cached: seq.cached(),
             cached_below: seq.cached_below(),
             sampled,
         };

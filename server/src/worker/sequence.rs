@@ -5,7 +5,7 @@ use super::faults::PeerName;
 use crate::engine::{CacheKeep, Event, FailureKind, FinishReason, GenerateRequest, Turn, Usage};
 use crate::glue::handoff::TagBinding;
 use crate::glue::payload::PrefillRequest;
-use crate::scheduler::SeqId;
+use crate::scheduler::{PageNeed, SeqId};
 use dsv4_model::sample::{Sampled, SamplingParams};
 use hicache::tiers::FetchId;
 use kv_pool::{ChainHash, Owner, PageRef, PageTable, PlanEntry};
@@ -78,6 +78,11 @@ pub(super) struct Sequence {
     pub(super) table: Option<PageTable>,
     pub(super) owner: Owner,
     pub(super) sampling: SamplingParams,
+    /// Pages that it may come to own.
+    pub(super) most: PageNeed,
+    /// Once it was retracted: prompt tokens that a cache had when it first began, of all and by
+    /// tier. What it finds of its own later is none of them.
+    pub(super) first_cached: Option<(u32, [u32; 3])>,
     /// Whom cached prefixes are shared with, see [`GenerateRequest::cache_salt`].
     pub(super) salt: String,
     /// How long its prefix is to stay in host memory.
@@ -123,8 +128,15 @@ impl Sequence {
     ) -> Self {
         let GenerateRequest { max_tokens, stop_tokens, .. } = request;
         let GenerateRequest { prompt, sampling, cache_salt, cache_keep, turn, .. } = request;
-        let request =
-            PrefillRequest { id: request.id, prompt, sampling, cache_salt, cache_keep, turn };
+        let request = PrefillRequest {
+            id: request.id,
+            prompt,
+            output: 0,
+            sampling,
+            cache_salt,
+            cache_keep,
+            turn,
+        };
         let waiting = Self::waiting(id, request, Origin::Client { events });
         Self { max_tokens, stop_tokens, ..waiting }
     }
@@ -147,12 +159,14 @@ impl Sequence {
             name: request.id,
             origin,
             state: State::Waiting,
-            prompt_len: request.prompt.len(),
+            prompt_len: request.prompt.len() - request.output as usize,
             tokens: request.prompt,
             computed: 0,
             table: None,
             owner: Owner::Sequence(id),
             sampling: request.sampling,
+            most: PageNeed::default(),
+            first_cached: None,
             salt: request.cache_salt,
             keep: request.cache_keep,
             turn: request.turn,
@@ -177,11 +191,33 @@ impl Sequence {
         }
     }
 
+    /// Its pages are gone, and it waits to go on.
+    pub(super) fn retracted(&mut self) {
+        self.first_cached.get_or_insert((self.cached, self.from_tiers));
+        self.state = State::Waiting;
+        (self.computed, self.leg_end) = (0, 0);
+        (self.blocks_sealed, self.windows_sealed) = (0, 0);
+        self.fetches = 0;
+        // Whoever was asked before may be asked again.
+        self.tried.clear();
+    }
+
+    /// Whether it was running before.
+    pub(super) const fn was_running(&self) -> bool {
+        self.first_cached.is_some()
+    }
+
+    /// Prompt tokens that a cache had.
+    pub(super) fn cached(&self) -> u32 {
+        self.first_cached.map_or(self.cached, |(cached, _)| cached)
+    }
+
     /// Which of the cached tokens came from each tier below the device. What was fetched counts as
     /// far as it was used.
     pub(super) fn cached_below(&self) -> [u32; 3] {
-        let mut left = self.cached;
-        self.from_tiers.map(|tokens| {
+        let mut left = self.cached();
+        let from_tiers = self.first_cached.map_or(self.from_tiers, |(_, from_tiers)| from_tiers);
+        from_tiers.map(|tokens| {
             let counted = tokens.min(left);
             left -= counted;
             counted
@@ -215,7 +251,7 @@ impl Sequence {
     }
 
     fn finish(&self, reason: FinishReason, completion_tokens: u32) -> Commit {
-        let (prompt_tokens, cached_tokens) = (self.prompt_len as u32, self.cached);
+        let (prompt_tokens, cached_tokens) = (self.prompt_len as u32, self.cached());
         let cached_below = self.cached_below();
         let usage = Usage { prompt_tokens, completion_tokens, cached_tokens, cached_below };
         if let Origin::Client { events } = &self.origin {

@@ -11,10 +11,11 @@ use kv_pool::PoolKind;
 impl Worker {
     /// Plans and runs one step, and hands out its tokens.
     pub(super) fn step(&mut self) {
-        let plan = self.scheduler.plan();
-        let mut batch = Batch { seqs: Vec::with_capacity(plan.shares.len()) };
-        let mut shares = Vec::with_capacity(plan.shares.len());
-        for share in plan.shares {
+        let mut planned = self.scheduler.plan().shares;
+        self.reserve(&mut planned);
+        let mut batch = Batch { seqs: Vec::with_capacity(planned.len()) };
+        let mut shares = Vec::with_capacity(planned.len());
+        for share in planned {
             match self.grow(share.id, share.tokens) {
                 Ok(()) => {
                     if let Some(span) = self.span(share) {

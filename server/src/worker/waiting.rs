@@ -1,7 +1,7 @@
 //! Requests that wait for their turn, and those that have waited too long.
 
 use super::sequence::{Origin, Sequence};
-use super::{Shared, Worker};
+use super::{Shared, Worker, pages};
 use crate::engine::FailureKind;
 use crate::scheduler::{PageNeed, SeqId, Waiting};
 use std::sync::atomic::Ordering;
@@ -62,9 +62,11 @@ impl Worker {
     }
 
     /// Queues a sequence, and starts to bring what it will want of the cache nearer.
-    pub(super) fn enqueue(&mut self, id: SeqId, need: PageNeed) {
+    pub(super) fn enqueue(&mut self, id: SeqId, most: PageNeed) {
         let now = self.now_us();
         let Some(seq) = self.sequences.get_mut(&id) else { return };
+        seq.most = most;
+        let start = pages::start(&self.config, seq.tokens.len(), most);
         let tiers = self.cache.as_ref().map(super::Cache::tiers);
         let found = self.prefixes.reach(tiers, seq, self.config.role);
         let cost = (seq.tokens.len() as u32).saturating_sub(found).max(1);
@@ -77,7 +79,8 @@ impl Worker {
             Origin::Peer { .. } => Patience::default(),
         };
         let waiting = Waiting {
-            need,
+            start,
+            most,
             cost,
             priority: seq.turn.priority,
             key: seq.turn.key,

@@ -34,6 +34,8 @@ mod prompts;
 mod python_clients;
 #[path = "e2e/remote.rs"]
 mod remote;
+#[path = "e2e/retraction.rs"]
+mod retraction;
 #[path = "e2e/same_answers.rs"]
 mod same_answers;
 #[path = "e2e/service.rs"]

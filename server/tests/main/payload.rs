@@ -33,6 +33,7 @@ fn payloads() -> [Vec<u8>; 3] {
     let request = |sampling| PrefillRequest {
         id: "a".to_owned(),
         prompt: vec![1, 2, 3],
+        output: 1,
         sampling,
         cache_salt: "tenant".to_owned(),
         cache_keep: CacheKeep::Seconds(300),
