@@ -14,6 +14,8 @@ mod cluster;
 mod corpus;
 #[path = "e2e/damage.rs"]
 mod damage;
+#[path = "e2e/deploy.rs"]
+mod deploy;
 #[path = "e2e/fault_run.rs"]
 mod fault_run;
 #[path = "e2e/faulted.rs"]
