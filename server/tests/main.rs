@@ -34,6 +34,8 @@ mod recipe;
 mod responses;
 #[path = "main/router.rs"]
 mod router;
+#[path = "main/scheduler.rs"]
+mod scheduler;
 #[path = "main/streams.rs"]
 mod streams;
 #[path = "main/tokens.rs"]
