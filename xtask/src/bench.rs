@@ -27,7 +27,8 @@ pub(crate) enum Suite {
     Kernels,
     /// Pool, digests, plans.
     KvPool,
-    /// Plans of the scheduler and streams through HTTP, without a model.
+    /// Plans of the scheduler and streams through HTTP, without a model; sessions beyond what may
+    /// wait, and tokens while long prompts arrive.
     Serving,
     /// Hand-off between two processes over each transport, from request to verified page, beside
     /// NIXL and Mooncake; and what the transports do alone.
@@ -61,7 +62,7 @@ impl Suite {
         match self {
             Self::Cache => target == "cache",
             Self::Engine => target == "engine",
-            Self::Serving => target == "serving",
+            Self::Serving => matches!(target, "serving" | "overload"),
             Self::Transfer => target == "transfer",
             _ => target != "load", // that run belongs to the tests
         }
