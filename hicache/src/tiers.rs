@@ -42,7 +42,7 @@ use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::vec::Vec;
 use fetch::Fetch;
 use host::{Host, State};
-use index::{Going, Index, Room, Way};
+use index::{Going, Index, Removal, Room, Way};
 use kv_pool::ChainHash;
 use pins::Pins;
 use probe::Probes;
@@ -370,13 +370,17 @@ impl Tiers {
 
     fn removed(&mut self, store: Store, key: ObjectKey, outcome: Outcome) {
         let good = matches!(outcome, Outcome::Done | Outcome::Missing);
-        let retry = self.now_us.saturating_add(self.limits.pause_us);
-        let index = self.stores[store as usize].as_mut();
-        let made_room = index.is_some_and(|index| index.end_remove(&key, good, retry));
-        self.counters[store.tier() as usize].evicted += u64::from(made_room);
-        if !good {
-            self.count_failure(store.tier(), outcome);
-            self.did_not_work(store, Way::Down);
+        let Some(index) = &mut self.stores[store as usize] else { return };
+        match index.end_remove(&key, good, self.now_us, self.limits.pause_us) {
+            Removal::Gone { made_room } => {
+                self.counters[store.tier() as usize].evicted += u64::from(made_room);
+            }
+            Removal::Failed { is_known } => {
+                self.count_failure(store.tier(), outcome);
+                if !is_known {
+                    self.did_not_work(store, Way::Down);
+                }
+            }
         }
     }
 

@@ -330,6 +330,8 @@ struct Route {
     peer: Option<PeerId>,
     retry_at: Time,
     pause_us: u64,
+    /// Whoever owns the endpoint has heard how this attempt went: the link was up, or refused.
+    is_told: bool,
 }
 
 /// The driver; see the module text.
@@ -542,7 +544,13 @@ impl Driver {
                     self.peers_changed = true;
                     for route in self.routes.values_mut().filter(|r| r.peer == Some(*peer)) {
                         route.pause_us = self.reconnect_us.0;
+                        route.is_told = true;
                     }
+                }
+                if let Upcall::Refused { address, .. } = &upcall
+                    && let Some(route) = self.routes.get_mut(address)
+                {
+                    route.is_told = true;
                 }
                 // The snapshot is never older than the news.
                 let mut snapshot = lock(&self.snapshot);
@@ -591,10 +599,13 @@ impl Driver {
                     LostReason::Malformed(_) => address.is_some(),
                     _ => false,
                 };
+                let is_told = route.is_some_and(|(_, route)| route.is_told);
                 if is_hopeless && !was_up {
                     let address = address.unwrap_or_default();
                     let (reason, text) = (RefuseReason::Protocol, why.to_string());
                     (self.upcalls)(Upcall::Refused { address, reason, text });
+                } else if let Some(address) = address.filter(|_| !is_told) {
+                    (self.upcalls)(Upcall::NotReached { address, text: why.to_string() });
                 }
                 self.endpoint.handle_peer_lost(now, peer, &why.to_string());
                 let longest = self.reconnect_us.1;
@@ -621,7 +632,8 @@ impl Driver {
             }
             Command::Connect(address) => {
                 let pause_us = self.reconnect_us.0;
-                self.routes.entry(address).or_insert(Route { peer: None, retry_at: now, pause_us });
+                let route = Route { peer: None, retry_at: now, pause_us, is_told: false };
+                self.routes.entry(address).or_insert(route);
                 self.reconnect(now);
             }
             Command::Disconnect(address) => {
@@ -643,11 +655,12 @@ impl Driver {
                 continue;
             }
             match self.transport.connect(address) {
-                Ok(peer) => route.peer = Some(peer),
+                Ok(peer) => (route.peer, route.is_told) = (Some(peer), false),
                 Err(error) => {
                     route.retry_at = now.after(route.pause_us);
                     route.pause_us = route.pause_us.saturating_mul(2).min(longest);
-                    (self.upcalls)(Upcall::Event(format!("connect to {address}: {error}")));
+                    let (address, text) = (address.clone(), error.to_string());
+                    (self.upcalls)(Upcall::NotReached { address, text });
                 }
             }
         }

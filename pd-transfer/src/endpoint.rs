@@ -154,6 +154,13 @@ pub enum Upcall {
         /// For people; for a layout it holds both descriptions, for a protocol both versions.
         text: String,
     },
+    /// A link that is to be kept open ended before it was up. It is tried again.
+    NotReached {
+        /// Where to.
+        address: String,
+        /// What happened.
+        text: String,
+    },
     /// Worth a line in a log.
     Event(String),
 }

@@ -19,6 +19,15 @@ pub struct Cli {
     pub serve: ServeArgs,
 }
 
+/// Reads the flags of this process.
+///
+/// # Errors
+///
+/// [`layers::LayerError`].
+pub fn read() -> Result<layers::Layered, layers::LayerError> {
+    layers::parse(std::env::args_os(), std::env::vars_os())
+}
+
 /// Programs beside the worker.
 #[derive(Debug, Subcommand)]
 pub enum Command {
@@ -343,7 +352,7 @@ pub enum ConfigError {
     #[error("--disaggregation-bootstrap is for --disaggregation-mode decode, not {0}")]
     BootstrapUnused(&'static str),
     /// Not HOST:PORT.
-    #[error("--disaggregation-bootstrap {0}: HOST:PORT expected")]
+    #[error("--disaggregation-bootstrap {0}: HOST:PORT expected, without http:// and path")]
     BadAddress(String),
     /// Shared memory to another host.
     #[error("--disaggregation-transfer-backend shm: {0} is not this host")]
@@ -423,7 +432,9 @@ pub enum ConfigError {
         free: u64,
     },
     /// Too little memory for one request of full length.
-    #[error("--kv-memory-mib {mib}: one sequence of {context} tokens needs {needed} MiB")]
+    #[error(
+        "--kv-memory-mib {mib}: one sequence of {context} tokens needs {needed} MiB, or give a smaller --context-length"
+    )]
     Memory {
         /// Given.
         mib: u64,
@@ -475,7 +486,8 @@ impl ServeArgs {
             return Err(ConfigError::EventsWithoutPrefixes);
         }
         for address in &self.disaggregation_bootstrap {
-            let port = address.rsplit_once(':').filter(|(host, _)| !host.is_empty());
+            let is_host = |(host, _): &(&str, &str)| !host.is_empty() && !host.contains('/');
+            let port = address.rsplit_once(':').filter(is_host);
             // Nobody can be reached at port 0.
             if port.and_then(|(_, port)| port.parse::<u16>().ok()).is_none_or(|port| port == 0) {
                 return Err(ConfigError::BadAddress(address.clone()));
@@ -520,6 +532,10 @@ mod tests {
             (
                 &["--disaggregation-mode", "decode", "--disaggregation-bootstrap", "127.0.0.1:0"],
                 "HOST:PORT expected",
+            ),
+            (
+                &["--disaggregation-mode", "decode", "--disaggregation-bootstrap", "http://a:1"],
+                "without http://",
             ),
             (&["--served-model-name", ""], "--served-model-name"),
             (&["--index-k-dtype", "fp5"], "fp5"),

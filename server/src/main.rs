@@ -3,8 +3,8 @@
 use anyhow::Context;
 use dsv4_server::cache_command::{self, CacheEnd};
 use dsv4_server::clock::wall_time;
-use dsv4_server::config::layers::{self, LayerError, Layered, Setting};
-use dsv4_server::config::{CacheCommand, Command, ConfigError, Mode, RouterArgs, ServeArgs};
+use dsv4_server::config::layers::{LayerError, Layered, Setting};
+use dsv4_server::config::{self, CacheCommand, Command, ConfigError, Mode, RouterArgs, ServeArgs};
 use dsv4_server::engine::{Engine, Health};
 use dsv4_server::http::{self, HEADER_TIMEOUT, HttpConfig};
 use dsv4_server::node::{Node, NodeEngine, Published};
@@ -22,14 +22,14 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 
 fn main() -> ExitCode {
     abort_on_panic();
-    let Layered { cli, settings } = match layers::parse(std::env::args_os(), std::env::vars_os()) {
+    let Layered { cli, settings, unknown } = match config::read() {
         Ok(layered) => layered,
         Err(error) => return usage(&error),
     };
     let result = match cli.command {
-        Some(Command::Router(args)) => run_router(&args, &settings),
+        Some(Command::Router(args)) => run_router(&args, &settings, &unknown),
         Some(Command::Cache(command)) => return run_cache(&command),
-        None => run_worker(&cli.serve, &settings),
+        None => run_worker(&cli.serve, &settings, &unknown),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -134,14 +134,17 @@ fn survive_file_limit(runtime: &tokio::runtime::Runtime) -> anyhow::Result<()> {
 }
 
 /// Says which flags are not left at their defaults, and where they come from.
-fn log_settings(settings: &[Setting]) {
+fn log_settings(settings: &[Setting], unknown: &[String]) {
+    for variable in unknown {
+        tracing::warn!("no flag has this variable: {variable}");
+    }
     let flags: Vec<String> = settings.iter().map(ToString::to_string).collect();
     tracing::info!("flags: {}", if flags.is_empty() { "none".to_owned() } else { flags.join(" ") });
 }
 
-fn run_worker(args: &ServeArgs, settings: &[Setting]) -> anyhow::Result<()> {
+fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> anyhow::Result<()> {
     init_log(args.log_level);
-    log_settings(settings);
+    log_settings(settings, unknown);
     // What is wrong with the flags is said before a port is taken or weights are read.
     Node::check(args)?;
     let runtime = runtime()?;
@@ -261,9 +264,9 @@ async fn until_ready(engine: Arc<NodeEngine>) -> anyhow::Result<()> {
     }
 }
 
-fn run_router(args: &RouterArgs, settings: &[Setting]) -> anyhow::Result<()> {
+fn run_router(args: &RouterArgs, settings: &[Setting], unknown: &[String]) -> anyhow::Result<()> {
     init_log(args.log_level);
-    log_settings(settings);
+    log_settings(settings, unknown);
     let runtime = runtime()?;
     runtime.block_on(async {
         let config = RouterConfig {

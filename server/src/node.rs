@@ -207,11 +207,7 @@ impl Engine for NodeEngine {
                 return Health::Draining;
             }
             if worker.role == Role::Decode && !shared.had_peer.load(Ordering::Acquire) {
-                return Health::Starting(
-                    shared
-                        .refusal()
-                        .unwrap_or_else(|| "no prefill worker is connected yet".to_owned()),
-                );
+                return Health::Starting(not_connected(shared));
             }
         }
         Health::Ready
@@ -233,6 +229,19 @@ impl Engine for NodeEngine {
             sum_of(&parts)
         })
     }
+}
+
+/// Why a decode worker has no prefill worker yet.
+fn not_connected(shared: &Shared) -> String {
+    shared.refusal().unwrap_or_else(|| {
+        let unreached = shared.unreached();
+        let why = if unreached.is_empty() {
+            String::new()
+        } else {
+            format!(": {}", unreached.join("; "))
+        };
+        format!("no prefill worker is connected yet{why}")
+    })
 }
 
 /// Sums over workers.

@@ -202,7 +202,18 @@ pub struct Shared {
     /// The thread has ended.
     pub stopped: AtomicBool,
     refusal: Mutex<Option<String>>,
+    /// How it went when peers were tried last, by address.
+    unreached: Mutex<BTreeMap<String, Reach>>,
     snapshot: Mutex<Snapshot>,
+}
+
+/// How it went when a peer was tried last.
+#[derive(Debug, Default)]
+struct Reach {
+    /// It was connected at least once.
+    was_there: bool,
+    /// Why it is not.
+    why: Option<String>,
 }
 
 impl Shared {
@@ -213,6 +224,29 @@ impl Shared {
         let is_new = kept.as_ref() != Some(&text);
         *kept = Some(text);
         is_new
+    }
+
+    /// The same for a peer that could not be reached; of one that was there before it is no news.
+    fn note_unreached(&self, address: &str, text: &str) -> bool {
+        let text = format!("{address}: {text}");
+        let mut kept = self.unreached.lock().unwrap_or_else(PoisonError::into_inner);
+        let entry = kept.entry(address.to_owned()).or_default();
+        let is_news = !entry.was_there && entry.why.as_ref() != Some(&text);
+        entry.why = Some(text);
+        is_news
+    }
+
+    /// Peers that could not be reached when they were last tried, and why.
+    #[must_use]
+    pub fn unreached(&self) -> Vec<String> {
+        let kept = self.unreached.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.values().filter_map(|reach| reach.why.clone()).collect()
+    }
+
+    /// A peer was reached.
+    fn reached(&self, address: &str) {
+        let mut kept = self.unreached.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.insert(address.to_owned(), Reach { was_there: true, why: None });
     }
 
     fn clear_refusal(&self) {

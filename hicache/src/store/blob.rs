@@ -113,6 +113,12 @@ pub enum StoreError {
         /// The caller's length in bytes.
         wanted: u64,
     },
+    /// Something else than a plain file has the object's name.
+    #[error("what has the name of object {key} is no plain file")]
+    NotPlain {
+        /// The object.
+        key: ObjectKey,
+    },
     /// No whole object: empty, or not a multiple of 4096 bytes. It was not written.
     #[error("{bytes} bytes for object {key} are not a multiple of {OBJECT_ALIGN}")]
     NotWhole {
@@ -122,8 +128,15 @@ pub enum StoreError {
         bytes: u64,
     },
     /// Another process has the folder, or another store of this one.
-    #[error("{} is in use by another process", dir.display())]
+    #[error("{} is in use by another process: stop that one, or name another folder", dir.display())]
     Locked {
+        /// The folder.
+        dir: PathBuf,
+    },
+    /// The folder was taken away while it was open, and there is another one in its place, with
+    /// objects.
+    #[error("{} was replaced by what another process has left; a restart uses that", dir.display())]
+    Replaced {
         /// The folder.
         dir: PathBuf,
     },

@@ -1,7 +1,7 @@
 //! A store in a folder: one file an object, written beside its place and moved there.
 
 use super::blob::{BlobStore, Listed, StoreError, check_whole};
-use super::folder::{self, OtherStore, What, failpoint, if_there, sync_folder};
+use super::folder::{self, Opened, OtherStore, What, failpoint, if_there, sync_folder};
 use super::format::OBJECT_ALIGN;
 use crate::object::ObjectKey;
 use kv_pool::Fingerprint;
@@ -29,7 +29,8 @@ pub struct FileStoreConfig {
 
 /// Objects of one fingerprint as files in a folder, which it has for itself while it lives. A
 /// folder that somebody removes meanwhile is made again by the next write; if another process was
-/// first, writes and removals are [`StoreError::Locked`].
+/// first, writes and removals are [`StoreError::Locked`], and [`StoreError::Replaced`] when it has
+/// gone and left objects.
 ///
 /// A write is in place for good when it returns: the file's bytes and its name were synced.
 /// Uses are kept as the files' times of modification.
@@ -59,6 +60,15 @@ struct Held {
 enum Mode {
     Buffered,
     Direct,
+}
+
+impl Mode {
+    const fn flags(self) -> OFlags {
+        match self {
+            Self::Buffered => OFlags::empty(),
+            Self::Direct => OFlags::DIRECT,
+        }
+    }
 }
 
 impl FileStore {
@@ -105,8 +115,13 @@ impl FileStore {
             return Ok(());
         }
         folder::make_folders(&self.dir)?;
-        *held = take(&self.dir)?;
-        folder::claim_layout(&self.dir, &self.layout)
+        let taken = take(&self.dir)?;
+        folder::claim_layout(&self.dir, &self.layout)?;
+        // What another process has written there is not known here: it would neither be counted nor
+        // go, not even when all is to be forgotten.
+        folder::scan(&self.dir, &mut |_| Err(StoreError::Replaced { dir: self.dir.clone() }))?;
+        *held = taken;
+        Ok(())
     }
 
     /// The folder of this fingerprint.
@@ -199,8 +214,12 @@ impl FileStore {
     fn fetch(&self, key: &ObjectKey, into: &mut [u8], mode: Mode) -> Result<(), StoreError> {
         let (_, path) = folder::object_path(&self.dir, key);
         let io = || StoreError::io("read", &path);
-        let file = if_there(options(mode).read(true).open(&path)).map_err(io())?;
-        let mut file = file.ok_or(StoreError::Missing { key: *key })?;
+        let opened = folder::open_object(&path, options(mode).read(true), mode.flags());
+        let mut file = match opened.map_err(io())? {
+            Opened::Plain(file) => file,
+            Opened::Nothing => return Err(StoreError::Missing { key: *key }),
+            Opened::Other => return Err(StoreError::NotPlain { key: *key }),
+        };
         let (found, wanted) = (file.metadata().map_err(io())?.len(), into.len() as u64);
         if found != wanted {
             return Err(StoreError::Length { key: *key, found, wanted });
@@ -257,9 +276,13 @@ impl BlobStore for FileStore {
 
     fn touch(&self, key: &ObjectKey) -> Result<(), StoreError> {
         let (_, path) = folder::object_path(&self.dir, key);
-        let touched = if_there(File::open(&path).and_then(|file| file.set_modified(now())));
-        let touched = touched.map_err(StoreError::io("touch", &path))?;
-        touched.ok_or(StoreError::Missing { key: *key })
+        let io = || StoreError::io("touch", &path);
+        let opened = folder::open_object(&path, OpenOptions::new().read(true), OFlags::empty());
+        match opened.map_err(io())? {
+            Opened::Plain(file) => file.set_modified(now()).map_err(io()),
+            Opened::Nothing => Err(StoreError::Missing { key: *key }),
+            Opened::Other => Err(StoreError::NotPlain { key: *key }),
+        }
     }
 }
 
@@ -271,10 +294,7 @@ fn take(dir: &Path) -> Result<Held, StoreError> {
 
 fn options(mode: Mode) -> OpenOptions {
     let mut options = OpenOptions::new();
-    options.mode(folder::FILE_MODE);
-    if mode == Mode::Direct {
-        options.custom_flags(OFlags::DIRECT.bits().cast_signed());
-    }
+    options.mode(folder::FILE_MODE).custom_flags(mode.flags().bits().cast_signed());
     options
 }
 

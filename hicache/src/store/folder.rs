@@ -280,14 +280,50 @@ fn open_plain(path: &Path, options: &mut OpenOptions) -> Result<Option<File>, St
     Ok(Some(file))
 }
 
-/// The first of a store's folders, down to its own, that others than its owner may write, or that
-/// somebody else owns: who may write there may put in objects of their own making.
+/// What has an object's name.
+pub(super) enum Opened {
+    Nothing,
+    Plain(File),
+    /// A folder, a link, a pipe: none of ours.
+    Other,
+}
+
+/// Opens what has an object's name, without following a link or waiting for a pipe.
+pub(super) fn open_object(
+    path: &Path,
+    options: &mut OpenOptions,
+    flags: OFlags,
+) -> io::Result<Opened> {
+    let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    match if_there(options.custom_flags(flags.bits().cast_signed()).open(path)) {
+        Ok(None) => Ok(Opened::Nothing),
+        Ok(Some(file)) if file.metadata()?.is_file() => Ok(Opened::Plain(file)),
+        Ok(Some(_)) => Ok(Opened::Other),
+        // A file system may refuse to open a folder or a link with these flags in its own way.
+        Err(error) => match fs::symlink_metadata(path) {
+            Ok(found) if !found.is_file() => Ok(Opened::Other),
+            _ => Err(error),
+        },
+    }
+}
+
+/// The first of a store's folders, from the one above `dir` down to its own, that others than its
+/// owner may write, or that somebody else owns: who may write there may put in objects of their own
+/// making, or another folder in place of ours. The one above may be root's, and with its sticky bit
+/// set everybody's, as the temporary folder is.
 pub(super) fn exposed(dir: &Path, store: &Path) -> Option<PathBuf> {
     let ours = rustix::process::geteuid().as_raw();
-    let is_exposed = |path: &&Path| {
-        fs::metadata(path).is_ok_and(|found| found.uid() != ours || found.mode() & 0o022 != 0)
+    let found = |path: &Path, may_be_above: bool| {
+        let found = fs::metadata(path).ok()?;
+        let is_others = found.uid() != ours && !(may_be_above && found.uid() == 0);
+        let is_sticky = may_be_above && found.mode() & 0o1000 != 0;
+        (is_others || found.mode() & 0o022 != 0 && !is_sticky).then(|| path.to_owned())
     };
-    [dir, store].into_iter().find(is_exposed).map(Path::to_owned)
+    let above = fs::canonicalize(dir).ok().and_then(|dir| dir.parent().map(Path::to_owned));
+    above
+        .and_then(|above| found(&above, true))
+        .or_else(|| found(dir, false))
+        .or_else(|| found(store, false))
 }
 
 /// What tells a file from all others that are there at the same time: device and inode.

@@ -33,7 +33,23 @@ struct Entry {
     reads: u32,
     /// It is removed to make room, and may stay if that fails.
     for_room: bool,
+    /// Times that it could not be removed.
+    failed_removals: u8,
 }
+
+/// How a removal ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Removal {
+    /// The object is gone; whether that made room.
+    Gone { made_room: bool },
+    /// It could not be removed; whether that was known of it. What is known says nothing new of its
+    /// store.
+    Failed { is_known: bool },
+}
+
+/// Longest time between two tries to remove an object, in pauses: what cannot be removed once may
+/// never be.
+const RETRY_PAUSES_MAX: u64 = 64;
 
 /// What a store does: reads and probes, or writes and removals. Each can fail by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -144,7 +160,7 @@ impl Index {
     }
 
     fn add(&mut self, key: ObjectKey, state: State) -> u32 {
-        let entry = Entry { key, state, reads: 0, for_room: false };
+        let entry = Entry { key, state, reads: 0, for_room: false, failed_removals: 0 };
         let id = match self.free.pop() {
             Some(id) => {
                 self.entries[id as usize] = entry;
@@ -357,21 +373,32 @@ impl Index {
         self.retry_at = Some(self.retry_at.map_or(at_us, |at| at.min(at_us)));
     }
 
-    /// A removal has ended; whether it has made room. One that failed is tried again at
-    /// `retry_us`, unless the object was only in the way.
-    pub(super) fn end_remove(&mut self, key: &ObjectKey, good: bool, retry_us: u64) -> bool {
+    /// A removal has ended. One that failed is tried again after a pause, and a longer one each
+    /// time, unless the object was only in the way.
+    pub(super) fn end_remove(
+        &mut self,
+        key: &ObjectKey,
+        good: bool,
+        now_us: u64,
+        pause_us: u64,
+    ) -> Removal {
         self.removing -= 1;
-        let (id, entry) = self.find(key).expect("it stays while it is removed");
-        self.entries[id as usize].for_room = false;
-        match (good, entry.for_room) {
-            (true, _) => self.forget(id),
-            (false, true) => {
-                self.set(id, State::Present);
-                self.idle.insert(id.into());
-            }
-            (false, false) => self.get_stuck(id, retry_us),
+        let (id, old) = self.find(key).expect("it stays while it is removed");
+        if good {
+            self.forget(id);
+            return Removal::Gone { made_room: old.for_room };
         }
-        good && entry.for_room
+        let entry = &mut self.entries[id as usize];
+        entry.for_room = false;
+        entry.failed_removals = old.failed_removals.saturating_add(1);
+        if old.for_room {
+            self.set(id, State::Present);
+            self.idle.insert(id.into());
+        } else {
+            let pauses = (1_u64 << old.failed_removals.min(63)).min(RETRY_PAUSES_MAX);
+            self.get_stuck(id, now_us.saturating_add(pause_us.saturating_mul(pauses)));
+        }
+        Removal::Failed { is_known: old.failed_removals > 0 }
     }
 
     /// What is to be removed once more, if its time has come.

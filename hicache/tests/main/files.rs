@@ -129,8 +129,60 @@ fn a_folder_that_another_process_has_made_meanwhile_is_left_to_it() {
     }
     assert_eq!(names(&second), [key(2)]);
     drop(second);
+    // It would not know of that object, neither to make room nor when all is to be forgotten.
+    for _ in 0..2 {
+        let error = first.write(&key(1), &whole).unwrap_err();
+        assert!(matches!(error, StoreError::Replaced { .. }), "{error}");
+    }
+    fs::remove_dir_all(first.dir()).unwrap();
     first.write(&key(1), &whole).unwrap();
-    assert_eq!(names(&first), [key(1), key(2)]);
+    assert_eq!(names(&first), [key(1)]);
+}
+
+#[test]
+fn a_folder_in_its_place_of_another_version_stays_refused() {
+    let folder = Folder::new();
+    let store = open(&folder);
+    fs::remove_dir_all(store.dir()).unwrap();
+    fs::create_dir_all(store.dir()).unwrap();
+    fs::write(store.dir().join("LAYOUT"), "dsv4 hicache store 2\nof the future\n").unwrap();
+    for _ in 0..2 {
+        let error = store.write(&key(1), &object(key(1), 0)).unwrap_err();
+        assert!(matches!(error, StoreError::LayoutVersion { .. }), "{error}");
+    }
+    assert_eq!(object_files(&folder), Vec::<std::path::PathBuf>::new());
+}
+
+#[test]
+fn what_is_no_plain_file_under_an_objects_name_is_told_at_once() {
+    let folder = Folder::new();
+    let store = open(&folder);
+    let whole = object(key(1), 0);
+    store.write(&key(1), &whole).unwrap();
+    let path = &object_files(&folder)[0];
+    let elsewhere = folder.join("elsewhere");
+    fs::write(&elsewhere, &whole).unwrap();
+    let make: [&dyn Fn(); 3] = [
+        &|| fs::create_dir(path).unwrap(),
+        &|| std::os::unix::fs::symlink(&elsewhere, path).unwrap(),
+        &|| {
+            let (fifo, mode) =
+                (rustix::fs::FileType::Fifo, rustix::fs::Mode::from_bits_truncate(0o600));
+            rustix::fs::mknodat(rustix::fs::CWD, path, fifo, mode, 0).unwrap();
+        },
+    ];
+    for make in make {
+        let _ = fs::remove_file(path);
+        let _ = fs::remove_dir(path);
+        make();
+        let read = store.read(&key(1), &mut vec![0; whole.len()]).unwrap_err();
+        assert!(matches!(read, StoreError::NotPlain { .. }), "{read}");
+        assert!(matches!(store.touch(&key(1)), Err(StoreError::NotPlain { .. })));
+        assert_eq!(store.size(&key(1)).unwrap(), None);
+    }
+    store.remove(&key(1)).unwrap();
+    store.write(&key(1), &whole).unwrap();
+    assert!(is_accepted(&store, whole.len()));
 }
 
 #[test]

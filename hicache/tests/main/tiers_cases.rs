@@ -267,21 +267,26 @@ fn object_that_could_not_be_read_stays_and_is_found_again_later() {
 }
 
 #[test]
-fn removals_that_fail_are_tried_again_and_count_as_failures() {
+fn what_cannot_be_removed_is_tried_less_and_less_and_does_not_speak_for_its_store() {
     let mut tiers = tiers_of_one();
+    let pause = tiers.limits().pause_us;
     read_one(&mut tiers, 0, Outcome::Mismatch);
-    let mut now = 0;
-    for round in 0..3 {
+    let (mut now, mut gaps) = (0, Vec::new());
+    for round in 0..9 {
         let [(removal, Move::Remove { key, .. })] = begun(&mut tiers)[..] else {
             panic!("it is removed, round {round}")
         };
         tiers.handle_done(now, removal, Outcome::Failed).expect("under way");
         assert_eq!(tiers.holds(&key), None, "wrong bytes are never found again");
-        now = tiers.poll_timeout().expect("it is tried again");
+        assert!(!tiers.is_paused(Store::Disk), "round {round}");
+        let next = tiers.poll_timeout().expect("it is tried again");
+        gaps.push((next - now) / pause);
+        now = next;
         tiers.handle_timeout(now);
     }
+    assert_eq!(gaps, [1, 2, 4, 8, 16, 32, 64, 64, 64]);
     let disk = tiers.counters(Tier::Disk);
-    assert_eq!((disk.failures, disk.pauses, disk.evicted), (3, 1, 0), "{disk:?}");
+    assert_eq!((disk.failures, disk.pauses, disk.evicted), (9, 0, 0), "{disk:?}");
     let [(removal, _)] = begun(&mut tiers)[..] else { panic!("it is removed") };
     tiers.handle_done(now, removal, Outcome::Done).expect("under way");
     assert_eq!(tiers.used(Tier::Disk).map(|used| used.bytes), Some(0));

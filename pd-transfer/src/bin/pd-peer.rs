@@ -153,6 +153,7 @@ fn pull(factory: TransportFactory, address: &str) -> Outcome {
             Upcall::Quiet { .. } => is_running = false,
             Upcall::Refused { text, .. } => say(&format!("refused: {text}"))?,
             Upcall::Wrong { key, fault, .. } => say(&format!("wrong: page {key} {fault}"))?,
+            Upcall::NotReached { text, .. } => say(&format!("not reached: {text}"))?,
             Upcall::Event(text) => say(&format!("event: {text}"))?,
             _ => {}
         }

@@ -628,7 +628,10 @@ impl World {
             Upcall::NotRetargeted { error: RetargetError::Ended(_), .. } => {}
             Upcall::NotRetargeted { error, .. } => panic!("{error}"),
             Upcall::Refused { text, .. } => panic!("{text}"),
-            Upcall::Overdue { .. } | Upcall::Wrong { .. } | Upcall::Event(_) => {}
+            Upcall::Overdue { .. }
+            | Upcall::Wrong { .. }
+            | Upcall::NotReached { .. }
+            | Upcall::Event(_) => {}
         }
     }
 

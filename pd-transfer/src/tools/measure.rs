@@ -178,7 +178,7 @@ fn connect(
             Ok(News::Upcall(Upcall::Refused { reason, text, .. })) => {
                 return Err(ToolError::Refused { address, reason, text });
             }
-            Ok(News::Upcall(Upcall::Event(text))) => said = text,
+            Ok(News::Upcall(Upcall::Event(text) | Upcall::NotReached { text, .. })) => said = text,
             Ok(_) => {}
             Err(_) => {
                 let (kind, seconds) = (config.kind, config.patience.as_secs_f64());

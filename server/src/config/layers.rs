@@ -25,6 +25,22 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
+fn hint(near: Option<&str>) -> String {
+    near.map_or_else(String::new, |near| format!("; is it {near}?"))
+}
+
+/// How variables begin that are no flags: of the hand-off's library, of tests and of benches.
+const OTHER_VARIABLES: [&str; 9] = [
+    "DSV4_UCX_LIB",
+    "DSV4_TEST_",
+    "DSV4_BENCH_",
+    "DSV4_SIM_",
+    "DSV4_FUZZ_",
+    "DSV4_BLESS",
+    "DSV4_MOTO_SERVER",
+    "DSV4_OBJECT_STORE",
+    "DSV4_ETCD",
+];
 /// How the name of a flag's variable begins.
 const PREFIX: &str = "DSV4_";
 /// Name of the flag that names the file.
@@ -108,12 +124,20 @@ pub enum LayerError {
         error: Box<toml::de::Error>,
     },
     /// The file has a key that is no flag.
-    #[error("--config {}: there is no flag --{key}", path.display())]
+    #[error("--config {}: {key} is not the name of a flag{}", path.display(), hint(near.as_deref()))]
     UnknownKey {
         /// Its path.
         path: PathBuf,
         /// The key.
         key: String,
+        /// A flag that may be meant.
+        near: Option<String>,
+    },
+    /// A file cannot name another one.
+    #[error("--config {}: config cannot stand in a file", path.display())]
+    Nested {
+        /// Its path.
+        path: PathBuf,
     },
     /// The value cannot be that of this flag.
     #[error("{origin}: --{flag} takes {wanted}, not {found}")]
@@ -142,6 +166,8 @@ pub struct Layered {
     pub cli: Cli,
     /// Those of the command line, then the others.
     pub settings: Vec<Setting>,
+    /// Variables that look like flags and are none, with what may be meant.
+    pub unknown: Vec<String>,
 }
 
 /// Reads the flags of a process; `args` begins with its name.
@@ -159,12 +185,17 @@ pub fn parse(
     let chosen = name.and_then(|word| command.find_subcommand(word));
     if chosen.is_some() && name != Some(ROUTER) {
         // What looks after a folder has no flags that are worth keeping.
-        return finish(&args, &BTreeMap::new(), Vec::new());
+        return finish(&args, &BTreeMap::new(), Vec::new(), Vec::new());
     }
     let known = flags(chosen.unwrap_or(&command));
     let rest = &args[(1 + usize::from(chosen.is_some())).min(args.len())..];
     let given = given(&known, rest);
-    let mut below = from_variables(&known, variables)?;
+    let mut unknown = Vec::new();
+    let all_known: Vec<String> = [&command, command.find_subcommand(ROUTER).unwrap_or(&command)]
+        .into_iter()
+        .flat_map(|command| flags(command).into_keys().map(str::to_owned))
+        .collect();
+    let mut below = from_variables(&known, &all_known, variables, &mut unknown)?;
     let named =
         given.get(CONFIG).cloned().flatten().or_else(|| below.get(CONFIG)?.values.first().cloned());
     below.remove(CONFIG);
@@ -183,7 +214,7 @@ pub fn parse(
         }
     }
     all.extend_from_slice(rest);
-    finish(&all, &known, below.into_values().collect())
+    finish(&all, &known, below.into_values().collect(), unknown)
 }
 
 /// Parses what was put together.
@@ -191,6 +222,7 @@ fn finish(
     args: &[OsString],
     known: &BTreeMap<&str, &Arg>,
     below: Vec<Setting>,
+    unknown: Vec<String>,
 ) -> Result<Layered, LayerError> {
     let usage = |error: clap::Error| {
         let note = origin(&error, &below);
@@ -200,7 +232,7 @@ fn finish(
     let mut settings = written(&matches, known, &below);
     let cli = Cli::from_arg_matches_mut(&mut matches).map_err(usage)?;
     settings.extend(below);
-    Ok(Layered { cli, settings })
+    Ok(Layered { cli, settings, unknown })
 }
 
 /// What was written on the command line itself.
@@ -258,15 +290,26 @@ fn given(known: &BTreeMap<&str, &Arg>, args: &[OsString]) -> BTreeMap<String, Op
     given
 }
 
+/// Flags of the environment. What is no flag of any program is noted: it may be a slip.
 fn from_variables(
     known: &BTreeMap<&str, &Arg>,
+    all_known: &[String],
     variables: impl IntoIterator<Item = (OsString, OsString)>,
+    unknown: &mut Vec<String>,
 ) -> Result<BTreeMap<String, Setting>, LayerError> {
     let mut found = BTreeMap::new();
     for (name, value) in variables {
         let Some(name) = name.to_str().filter(|name| name.starts_with(PREFIX)) else { continue };
         let flag = name[PREFIX.len()..].to_ascii_lowercase().replace('_', "-");
-        let Some(arg) = known.get(flag.as_str()) else { continue };
+        let Some(arg) = known.get(flag.as_str()) else {
+            if !all_known.contains(&flag)
+                && !OTHER_VARIABLES.iter().any(|other| name.starts_with(other))
+            {
+                let near = near(&flag, all_known.iter().map(String::as_str)).map(variable);
+                unknown.push(format!("{name}{}", hint(near.as_deref())));
+            }
+            continue;
+        };
         let not_unicode = || LayerError::NotUnicode { name: name.to_owned() };
         let value = OsStr::to_str(&value).ok_or_else(not_unicode)?;
         let source = Source::Variable(name.to_owned());
@@ -307,8 +350,15 @@ fn from_file(
     };
     let mut found = Vec::new();
     for (flag, value) in table {
-        let unknown = || LayerError::UnknownKey { path: path.to_owned(), key: flag.clone() };
-        let arg = known.get(flag.as_str()).filter(|_| flag != CONFIG).ok_or_else(unknown)?;
+        if flag == CONFIG {
+            return Err(LayerError::Nested { path: path.to_owned() });
+        }
+        let unknown = || LayerError::UnknownKey {
+            path: path.to_owned(),
+            key: flag.clone(),
+            near: near(&flag, known.keys().copied()).map(str::to_owned),
+        };
+        let arg = known.get(flag.as_str()).ok_or_else(unknown)?;
         let source = Source::File(path.to_owned());
         let values = match (value, arg.get_action()) {
             (Value::Boolean(true), ArgAction::SetTrue) => Vec::new(),
@@ -333,6 +383,33 @@ fn from_file(
         found.push((flag.clone(), Setting { flag, values, source }));
     }
     Ok(found)
+}
+
+/// The variable of a flag.
+fn variable(flag: &str) -> String {
+    format!("{PREFIX}{}", flag.to_ascii_uppercase().replace('-', "_"))
+}
+
+/// The flag that is most like a word, if one is nearly that.
+fn near<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let word = word.trim_start_matches('-').replace('_', "-");
+    let distance = known.map(|flag| (edits(&word, flag), flag)).min()?;
+    (distance.0 <= 2).then_some(distance.1)
+}
+
+/// Letters to be put in, taken out or changed to come from one word to the other (Levenshtein).
+fn edits(from: &str, to: &str) -> usize {
+    let to: Vec<char> = to.chars().collect();
+    let mut row: Vec<usize> = (0..=to.len()).collect();
+    for (n, letter) in from.chars().enumerate() {
+        let mut before = std::mem::replace(&mut row[0], n + 1);
+        for (m, other) in to.iter().enumerate() {
+            let changed = before + usize::from(letter != *other);
+            before = row[m + 1];
+            row[m + 1] = changed.min(before + 1).min(row[m] + 1);
+        }
+    }
+    row[to.len()]
 }
 
 /// A value as it would be written on a command line.
@@ -425,7 +502,11 @@ mod tests {
         let text = said(layered("--config FILE", &[], "port = 70000\n"));
         assert!(text.contains("70000") && text.contains("comes from /"), "{text}");
         let text = said(layered("--config FILE", &[], "prot = 1\n"));
-        assert!(text.ends_with("there is no flag --prot"), "{text}");
+        assert!(text.ends_with("prot is not the name of a flag; is it port?"), "{text}");
+        let text = said(layered("--config FILE", &[], "max_running_requests = 1\n"));
+        assert!(text.ends_with("is it max-running-requests?"), "{text}");
+        let text = said(layered("--config FILE", &[], "[routr]\nport = 1\n"));
+        assert!(text.ends_with("routr is not the name of a flag"), "{text}");
         let text = said(layered("--config FILE", &[], "port = 1\nport = 2\n"));
         assert!(text.contains("duplicate key"), "{text}");
         let text = said(layered("--config FILE", &[], "default-thinking = 1\n"));
@@ -440,9 +521,25 @@ mod tests {
         let text = said(layered("--config /nowhere/at/all", &[], ""));
         assert!(text.starts_with("--config /nowhere/at/all: No such file"), "{text}");
         let text = said(layered("--config FILE", &[], "config = \"x\"\n"));
-        assert!(text.ends_with("there is no flag --config"), "{text}");
+        assert!(text.ends_with("config cannot stand in a file"), "{text}");
         assert!(layered("--port x", &[], "").is_err() && layered("--nothing", &[], "").is_err());
         assert!(layered("cache ls /tmp", &[("DSV4_PORT", "many")], "").is_ok());
+    }
+
+    #[test]
+    fn variables_that_are_nearly_flags_are_told() {
+        let variables = [
+            ("DSV4_MAX_RUNING_REQUESTS", "3"),
+            ("DSV4_WORKER", "http://a:1"),
+            ("DSV4_UCX_LIB", "x"),
+            ("DSV4_TEST_SEED", "1"),
+            ("DSV4_NOTHING_OF_OURS", "1"),
+            ("DSV5_PORT", "1"),
+        ];
+        let unknown = layered("", &variables, "").expect("good flags").unknown;
+        let slip = "DSV4_MAX_RUNING_REQUESTS; is it DSV4_MAX_RUNNING_REQUESTS?";
+        assert_eq!(unknown, [slip, "DSV4_NOTHING_OF_OURS"]);
+        assert_eq!((edits("port", "prot"), edits("", "abc"), edits("abc", "abc")), (2, 3, 0));
     }
 
     #[test]

@@ -348,7 +348,7 @@ fn run(motion: MotionId, job: Job, store: Option<&dyn BlobStore>, memory: &Objec
 fn read(store: &dyn BlobStore, key: ObjectKey, into: &mut [u8], memory: &ObjectMemory) -> Outcome {
     let outcome = match store.read(&key, into) {
         // Another length is other bytes.
-        Err(error @ StoreError::Length { .. }) => {
+        Err(error @ (StoreError::Length { .. } | StoreError::NotPlain { .. })) => {
             tracing::warn!(%key, %error, tier = store.name(), "an object of the cache is damaged");
             return Outcome::Mismatch;
         }

@@ -104,9 +104,9 @@ pub(super) struct Manner {
     pub(super) retry: RetryConfig,
 }
 
-/// A client, or why there is none, and the secrets of its configuration, which are to be in no
-/// message.
-pub(super) type Made = (Result<Box<dyn ObjectStore>, Error>, Vec<String>);
+/// A client, or why there is none; the secrets of its configuration, which are to be in no message;
+/// and whether there were any.
+pub(super) type Made = (Result<Box<dyn ObjectStore>, Error>, Vec<String>, bool);
 
 /// Whether an endpoint says http: whoever writes that means it.
 ///
@@ -148,9 +148,11 @@ macro_rules! make {
             }
         }
         builder = builder.$bucket(&$url.bucket);
-        let secrets: Vec<String> = $secrets
-            .iter()
-            .filter_map(|key| builder.get_config_value(key))
+        let given: Vec<String> =
+            $secrets.iter().filter_map(|key| builder.get_config_value(key)).collect();
+        let has_credentials = !given.is_empty();
+        let secrets: Vec<String> = given
+            .into_iter()
             .chain(login_of(builder.get_config_value(&$endpoint)))
             // What is shorter is no secret, and would hide parts of words.
             .filter(|secret| secret.len() >= 4)
@@ -162,7 +164,7 @@ macro_rules! make {
             let builder = builder.with_client_options(options).with_retry(retry);
             $more(builder.with_http_connector(BoundedConnector)).build()
         });
-        (made.map(|client| Box::new(client) as Box<dyn ObjectStore>), secrets)
+        (made.map(|client| Box::new(client) as Box<dyn ObjectStore>), secrets, has_credentials)
     }};
 }
 
@@ -272,21 +274,21 @@ mod tests {
             ),
         ] {
             let parsed = url.parse().unwrap();
-            let (made, secrets) = client(&parsed, variables, manner());
+            let (made, secrets, _) = client(&parsed, variables, manner());
             assert!(made.is_ok(), "{url}: {made:?}");
             assert!(secrets.iter().any(|other| other == secret), "{url}: {secrets:?}");
             assert!(variables.iter().all(|(name, _)| name.starts_with(parsed.variables())));
         }
         for endpoint in ["", "127.0.0.1:9000", "http://", "ftp://host", "not an address"] {
             let variables = [("AWS_ENDPOINT", endpoint), ("AWS_ACCESS_KEY_ID", "who")];
-            let (made, _) = client(&"s3://cache".parse().unwrap(), &variables, manner());
+            let (made, _, _) = client(&"s3://cache".parse().unwrap(), &variables, manner());
             assert!(made.unwrap_err().to_string().contains("http://HOST:PORT"), "{endpoint}");
         }
         let variables = [("AWS_ENDPOINT", "http://user:pa55w0rd@host:9000/x")];
-        let (made, secrets) = client(&"s3://cache".parse().unwrap(), &variables, manner());
+        let (made, secrets, _) = client(&"s3://cache".parse().unwrap(), &variables, manner());
         assert!(made.is_ok() && secrets.contains(&"pa55w0rd".to_owned()), "{secrets:?}");
         // An account is needed, and nothing can stand for it.
-        let (made, _) = client(&"az://cache".parse().unwrap(), &[], manner());
+        let (made, _, _) = client(&"az://cache".parse().unwrap(), &[], manner());
         assert!(made.unwrap_err().to_string().contains("Account"));
     }
 }

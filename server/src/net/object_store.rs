@@ -36,6 +36,8 @@ const LAYOUT_VERSION: &str = "dsv4 object store 1";
 /// Beginning of all of them.
 const LAYOUT_NAME: &str = "dsv4 object store ";
 const LAYOUT: &str = "LAYOUT";
+/// What a store says that has not what its address names.
+const NO_BUCKET: &str = "there is no such bucket";
 /// Most bytes of a layout object that are read.
 const LAYOUT_BYTES_MAX: u64 = 1 << 20;
 /// Most characters of a line or of a server's words in a message.
@@ -124,6 +126,8 @@ pub struct RemoteStore {
     /// The layout object was there and is right, or was written.
     is_claimed: AtomicBool,
     secrets: Vec<String>,
+    /// There were some, of whatever length.
+    has_credentials: bool,
     timeout: Duration,
 }
 
@@ -172,7 +176,7 @@ impl RemoteStore {
             base: 2.0,
         };
         let retry = RetryConfig { backoff, max_retries: RETRIES_MAX, retry_timeout: timeout };
-        let (client, secrets) = client(&url, variables, Manner { options, retry });
+        let (client, secrets, has_credentials) = client(&url, variables, Manner { options, retry });
         let client = client.map_err(|error| RemoteError::Client {
             url: url.to_string(),
             reason: reason(&error, &secrets),
@@ -194,6 +198,7 @@ impl RemoteStore {
             layout: format!("{LAYOUT_VERSION}\n{layout}"),
             is_claimed: AtomicBool::new(false),
             secrets,
+            has_credentials,
             timeout,
         })
     }
@@ -228,10 +233,9 @@ impl RemoteStore {
                 let payload = PutPayload::from(self.layout.clone());
                 let put = self.ask(async {
                     match self.client.put(&path, payload).await {
-                        Err(Error::NotFound { .. }) => Err(Error::Generic {
-                            store: "object store",
-                            source: "there is no such bucket".into(),
-                        }),
+                        Err(Error::NotFound { .. }) => {
+                            Err(Error::Generic { store: "object store", source: NO_BUCKET.into() })
+                        }
                         put => put.map(drop),
                     }
                 });
@@ -254,7 +258,8 @@ impl RemoteStore {
 
     /// Says what may be behind an error of a store that was never reached.
     fn hint(&self, reason: String) -> String {
-        if self.secrets.is_empty() {
+        // A bucket that is not there is another matter.
+        if !self.has_credentials && !reason.contains(NO_BUCKET) {
             let variables = self.url.variables();
             return format!("{reason}; no credentials are set, see the {variables} variables");
         }
@@ -396,7 +401,12 @@ impl BlobStore for RemoteStore {
                 }
             }
             Ok(at as u64)
-        })?;
+        });
+        if matches!(found, Err(StoreError::Missing { .. })) {
+            // It was there. If all of them have gone, so has the layout: the next write sees to it.
+            self.is_claimed.store(false, Ordering::Release);
+        }
+        let found = found?;
         if found == wanted {
             return Ok(());
         }

@@ -104,29 +104,31 @@ fn divide(geometry: &Geometry, bytes: u64, shape: Shape) -> Result<PageCounts, C
     let per_sequence = (shape.step_tokens + WINDOW_TOKENS - 1).div_ceil(WINDOW_PAGE_ROWS) + 1;
     let carry = shape.running + SPARE;
     let wanted = u64::from(shape.running) * u64::from(per_sequence) + u64::from(SPARE);
-    let half = bytes / 2 / per(PoolKind::Window);
     let floor = u64::from(per_sequence + SPARE);
-    let window = wanted.min(half.max(floor));
-    let fixed = window * per(PoolKind::Window) + u64::from(carry) * per(PoolKind::Carry);
+    let window_in = |bytes: u64| wanted.min((bytes / 2 / per(PoolKind::Window)).max(floor));
+    let fixed_in = |bytes: u64| {
+        window_in(bytes) * per(PoolKind::Window) + u64::from(carry) * per(PoolKind::Carry)
+    };
     // A model without compressed layers needs no bytes for blocks, only their numbers.
-    let blocks = |fixed: u64| match geometry.bytes_per_index(PoolKind::Block) {
+    let blocks_in = |bytes: u64, fixed: u64| match geometry.bytes_per_index(PoolKind::Block) {
         0 => 1 << 20,
         each => bytes.saturating_sub(fixed) / each,
     };
     let least = u64::from(shape.context_length.div_ceil(BLOCK_TOKENS) + SPARE);
-    let needed = fixed + least * per(PoolKind::Block);
-    if blocks(fixed) < least {
-        return Err(ConfigError::Memory {
-            mib: bytes / MIB,
-            context: shape.context_length,
-            needed: needed.div_ceil(MIB),
-        });
+    let is_enough = |bytes: u64| blocks_in(bytes, fixed_in(bytes)) >= least;
+    if !is_enough(bytes) {
+        let mib = bytes / MIB;
+        // More memory is more windows too, until there are enough of those.
+        let needed = (mib + 1..).find(|mib| is_enough(mib * MIB)).unwrap_or(u64::MAX);
+        return Err(ConfigError::Memory { mib, context: shape.context_length, needed });
     }
+    let (window, fixed) = (window_in(bytes), fixed_in(bytes));
+    let needed = fixed + least * per(PoolKind::Block);
     let boundary = u64::from(BOUNDARY_WINDOWS) * per(PoolKind::Window) + per(PoolKind::Carry);
     let spared = bytes.saturating_sub(needed) / 2;
     let boundaries = if shape.keeps_prefixes { (bytes / 8).min(spared) / boundary } else { 0 };
     let boundaries = u32::try_from(boundaries).unwrap_or(u32::MAX).min(1 << 20);
-    let blocks = blocks(fixed + u64::from(boundaries) * boundary);
+    let blocks = blocks_in(bytes, fixed + u64::from(boundaries) * boundary);
     Ok(PageCounts {
         block: u32::try_from(blocks).unwrap_or(u32::MAX).min(1 << 24),
         window: u32::try_from(window)

@@ -7,7 +7,7 @@ use super::sequence::State;
 use super::{Peer, Worker};
 use crate::engine::FailureKind;
 use crate::glue::handoff::{TagBinding, group_of, page_of, targets};
-use crate::glue::payload::{FirstToken, PrefillRequest};
+use crate::glue::payload::FirstToken;
 use crate::glue::pools::PoolError;
 use crate::scheduler::SeqId;
 use kv_pool::{
@@ -56,10 +56,28 @@ impl Worker {
                 // The attempt ended while they were looked for.
                 tracing::debug!(%attempt, %error, "fresh pages were not taken");
             }
+            Upcall::PeerUp { .. }
+            | Upcall::PeerDown { .. }
+            | Upcall::Refused { .. }
+            | Upcall::NotReached { .. } => self.link_news(driver, upcall),
+            Upcall::Event(text) => tracing::warn!("{}", first_line(&text)),
+        }
+    }
+
+    /// News of links rather than of attempts.
+    fn link_news(&mut self, driver: usize, upcall: Upcall) {
+        match upcall {
             Upcall::PeerUp { peer, address, incarnation, role, limits } => {
-                tracing::info!(address, %incarnation, ?role, "peer connected");
+                // That a process has reached its own other half is no news.
+                let transport = self.link.as_ref().and_then(|link| link.transports.get(driver));
+                if transport == Some(&"inprocess") {
+                    tracing::debug!(address, %incarnation, ?role, "peer connected");
+                } else {
+                    tracing::info!(address, %incarnation, ?role, "peer connected");
+                }
                 self.shared.had_peer.store(true, Ordering::Release);
                 self.shared.clear_refusal();
+                self.shared.reached(&address);
                 self.peers.insert(
                     (driver, peer),
                     Peer { address, pending: 0, tokens_max: limits.max_prompt_tokens },
@@ -87,7 +105,20 @@ impl Worker {
                     tracing::debug!(address, "hand-off still refused");
                 }
             }
-            Upcall::Event(text) => tracing::warn!("{}", first_line(&text)),
+            Upcall::NotReached { address, text } => {
+                // It is tried again for as long as the worker runs.
+                if self.shared.note_unreached(&address, &text) {
+                    tracing::warn!(
+                        address,
+                        "no prefill worker is reached there: {}; is it the address that the worker \
+                         says decode workers connect to?",
+                        first_line(&text)
+                    );
+                } else {
+                    tracing::debug!(address, "still not reached");
+                }
+            }
+            _ => {}
         }
     }
 
@@ -135,15 +166,7 @@ impl Worker {
         let attempt = AttemptId(bytes);
         let context = Arc::new(TagBinding::new(link.fingerprint, &seq.tokens));
         link.verifier.expect(attempt, Arc::clone(&context));
-        let request = PrefillRequest {
-            id: seq.name.clone(),
-            prompt: seq.tokens.clone(),
-            output: (seq.tokens.len() - seq.prompt_len) as u32,
-            sampling: seq.sampling.clone(),
-            cache_salt: seq.salt.clone(),
-            cache_keep: seq.keep,
-            turn: seq.turn,
-        };
+        let request = seq.as_request();
         let start = Start {
             attempt,
             peer,

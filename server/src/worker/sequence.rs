@@ -191,6 +191,19 @@ impl Sequence {
         }
     }
 
+    /// What another worker is asked for: the prompt, what there is of the output, and the next token.
+    pub(super) fn as_request(&self) -> PrefillRequest {
+        PrefillRequest {
+            id: self.name.clone(),
+            prompt: self.tokens.clone(),
+            output: (self.tokens.len() - self.prompt_len) as u32,
+            sampling: self.sampling.clone(),
+            cache_salt: self.salt.clone(),
+            cache_keep: self.keep,
+            turn: self.turn,
+        }
+    }
+
     /// Its pages are gone, and it waits to go on.
     pub(super) fn retracted(&mut self) {
         self.first_cached.get_or_insert((self.cached, self.from_tiers));

@@ -413,6 +413,7 @@ impl World {
             | Upcall::PeerUp { .. }
             | Upcall::PeerDown { .. }
             | Upcall::Refused { .. }
+            | Upcall::NotReached { .. }
             | Upcall::Event(_) => {}
         }
     }

@@ -566,6 +566,7 @@ impl Node {
             | Upcall::NotRetargeted { error: RetargetError::Ended(_), .. }
             | Upcall::Overdue { .. }
             | Upcall::Wrong { .. }
+            | Upcall::NotReached { .. }
             | Upcall::Event(_) => {}
             Upcall::NotOffered { error, .. } => {
                 effects.promise(false, Property::S5, &error.to_string());

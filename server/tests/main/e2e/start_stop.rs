@@ -1,6 +1,6 @@
 //! What two processes say when one of them leaves, and what is in the way when one starts.
 
-use super::client::{Metrics, complete, eventually, healthy};
+use super::client::{Metrics, complete, eventually, get, healthy};
 use super::cluster::{MODEL, Pair, Process, Server};
 use super::prompts::prompt;
 use std::os::unix::fs::FileTypeExt as _;
@@ -41,6 +41,50 @@ async fn a_killed_peer_is_a_warning() {
     assert!(decode.process.wait_exit().success());
     let log = decode.process.log_text();
     assert!(log.lines().any(|line| line.contains(" WARN ") && line.contains("peer lost")), "{log}");
+}
+
+#[tokio::test]
+async fn a_decode_worker_says_where_it_reaches_nobody_and_why() {
+    // Nobody listens there; somebody does who is no prefill worker.
+    let other = Server::worker("null", "");
+    let nowhere = "127.0.0.1:1".to_owned();
+    for address in [nowhere, other.url.trim_start_matches("http://").to_owned()] {
+        let flags =
+            format!("--disaggregation-bootstrap {address} --disaggregation-transfer-backend tcp");
+        let mut decode = Server::worker("decode", &flags);
+        decode.process.expect_error("does not speak this protocol");
+        let health = format!("{}/health", decode.url);
+        let reason = eventually("it says where", async || {
+            let reply = get(&health).await.expect("an answer");
+            assert_eq!(reply.status, 503);
+            let reason = reply.json()["reason"].as_str().expect("a reason").to_owned();
+            reason.contains(&address).then_some(reason)
+        })
+        .await;
+        assert!(reason.len() > address.len() + 10, "no cause: {reason}");
+        let log = decode.process.log_text();
+        assert!(log.contains(&address), "{log}");
+    }
+}
+
+#[test]
+fn the_least_memory_that_is_named_is_enough() {
+    let flags = |mib: &str| {
+        let flags = format!("--port 0 --disaggregation-mode null --kv-memory-mib {mib}");
+        let mut args: Vec<String> = flags.split_whitespace().map(str::to_owned).collect();
+        args.extend(["--model-path".to_owned(), MODEL.to_owned()]);
+        args
+    };
+    let mut refused = Process::spawn(&flags("1"));
+    refused.expect_error("--kv-memory-mib");
+    assert!(!refused.wait_exit().success());
+    let said = refused.log_text();
+    let least = said.split("needs ").nth(1).and_then(|rest| rest.split(' ').next()).expect("it");
+    let less = (least.parse::<u64>().expect("a number") - 1).to_string();
+    let mut refused = Process::spawn(&flags(&less));
+    refused.expect_error("--kv-memory-mib");
+    assert!(!refused.wait_exit().success(), "{less} is less than what is needed");
+    Process::spawn(&flags(least)).wait_for("http://");
 }
 
 /// A file of this test, removed at its end.
