@@ -1,8 +1,10 @@
 //! From logits to a token: penalties, temperature, top-k, top-p, min-p, and a random number that
 //! depends on seed and position alone, so that no generator state is handed over between workers.
 
+mod mask;
 mod philox;
 
+pub use mask::TokenMask;
 pub use philox::{philox4x32, uniform};
 
 /// Most alternatives whose log probabilities can be asked for.
@@ -125,7 +127,7 @@ pub enum SampleError {
         value: f32,
     },
     /// Every token is excluded.
-    #[error("all {vocab} tokens are excluded: every logit is minus infinity")]
+    #[error("all {vocab} tokens are excluded: every logit that is left is minus infinity")]
     AllExcluded {
         /// Vocabulary size.
         vocab: usize,
@@ -139,6 +141,14 @@ pub enum SampleError {
         value: f32,
         /// Its range.
         supported: &'static str,
+    },
+    /// A mask for another vocabulary.
+    #[error("the mask is for {mask} tokens, there are {vocab} logits")]
+    Mask {
+        /// Tokens that the mask is for.
+        mask: usize,
+        /// Logits.
+        vocab: usize,
     },
     /// A token id outside of the vocabulary.
     #[error("token {token} is outside of the vocabulary of {vocab}")]
@@ -177,11 +187,45 @@ pub fn sample(
     output: &[u32],
     position: u32,
 ) -> Result<Sampled, SampleError> {
+    sample_among(logits, params, prompt, output, position, None)
+}
+
+/// The same with only the tokens of `allowed` to choose from, if there is such a set.
+///
+/// Tokens that are left out have no part in top-k, top-p and min-p either. Log probabilities are of
+/// the whole distribution, as they are of the one before penalties and bias: what the model thought,
+/// not what it was allowed to say.
+///
+/// # Errors
+/// As [`sample`], and [`SampleError::AllExcluded`] if no token is left, [`SampleError::Mask`] for a
+/// set of another vocabulary.
+///
+/// # Example
+/// ```
+/// use dsv4_model::sample::{SamplingParams, TokenMask, sample_among};
+///
+/// let mut allowed = TokenMask::none(4);
+/// allowed.allow(0);
+/// allowed.allow(2);
+/// let mut logits = [0.0, 2.0, -1.0, 2.0];
+/// let chosen =
+///     sample_among(&mut logits, &SamplingParams::greedy(), &[], &[], 7, Some(&allowed))?;
+/// assert_eq!(chosen.token, 0);
+/// # Ok::<(), dsv4_model::sample::SampleError>(())
+/// ```
+pub fn sample_among(
+    logits: &mut [f32],
+    params: &SamplingParams,
+    prompt: &[u32],
+    output: &[u32],
+    position: u32,
+    allowed: Option<&TokenMask>,
+) -> Result<Sampled, SampleError> {
     params.check(logits.len())?;
     let best = argmax(logits)?;
     let raw = (params.want_logprob || params.logprobs > 0)
         .then(|| RawDistribution::of(logits, logits[best as usize], params.logprobs as usize));
-    let unchanged = !params.penalises() && params.logit_bias.is_empty();
+    let unchanged = !params.penalises() && params.logit_bias.is_empty() && allowed.is_none();
     let raw_logits = (raw.is_some() && !unchanged).then(|| logits.to_vec());
     if params.penalises() {
         penalise(logits, params, prompt, output)?;
@@ -189,6 +233,9 @@ pub fn sample(
     for &(token, bias) in &params.logit_bias {
         // Checked above: the id is in range.
         logits[token as usize] += bias;
+    }
+    if let Some(allowed) = allowed {
+        exclude(logits, allowed)?;
     }
     let best = if unchanged { best } else { argmax(logits)? };
     let token = if params.temperature == 0.0 {
@@ -245,6 +292,21 @@ fn argmax(logits: &[f32]) -> Result<u32, SampleError> {
 
 fn in_vocab(token: u32, vocab: usize) -> Result<(), SampleError> {
     if (token as usize) < vocab { Ok(()) } else { Err(SampleError::Token { token, vocab }) }
+}
+
+/// Leaves the allowed tokens.
+fn exclude(logits: &mut [f32], allowed: &TokenMask) -> Result<(), SampleError> {
+    if allowed.vocab() != logits.len() {
+        return Err(SampleError::Mask { mask: allowed.vocab(), vocab: logits.len() });
+    }
+    for (part, bits) in logits.chunks_mut(TokenMask::WORD_BITS).zip(allowed.words()) {
+        for (at, logit) in part.iter_mut().enumerate() {
+            if bits >> at & 1 == 0 {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+    }
+    Ok(())
 }
 
 fn penalise(

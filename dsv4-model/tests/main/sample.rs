@@ -1,7 +1,9 @@
 //! Sampling: filters against naive versions, reproducibility, distribution, penalties, errors.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking too")]
 
-use dsv4_model::sample::{MAX_LOGPROBS, SampleError, Sampled, SamplingParams, sample, uniform};
+use dsv4_model::sample::{
+    MAX_LOGPROBS, SampleError, Sampled, SamplingParams, TokenMask, sample, sample_among, uniform,
+};
 use proptest::prelude::*;
 
 fn run(logits: &[f32], params: &SamplingParams, position: u32) -> Sampled {
@@ -339,4 +341,59 @@ fn parameters_out_of_range_are_errors() {
     let penalty = SamplingParams { presence_penalty: 1.0, ..base() };
     assert_eq!(sample(&mut [0.0, 1.0], &penalty, &[], &[2], 0).unwrap_err(), outside);
     assert_eq!(sample(&mut [0.0, 1.0], &penalty, &[2], &[], 0).unwrap_err(), outside);
+}
+
+proptest! {
+    /// What is left out might as well not be in the vocabulary, except that log probabilities are
+    /// of all of it.
+    #[test]
+    fn only_allowed_tokens_are_chosen(
+        logits in prop::collection::vec(-6f32..6.0, 2..80),
+        keep in prop::collection::vec(any::<bool>(), 80),
+        temperature in prop_oneof![Just(0f32), 0.2f32..2.0],
+        top_k in 0u32..6,
+        top_p in 0.3f32..=1.0,
+        seed: u64,
+    ) {
+        let params = SamplingParams {
+            temperature, top_k, top_p, seed, want_logprob: true, logprobs: 3,
+            ..SamplingParams::default()
+        };
+        let mut allowed = TokenMask::none(logits.len());
+        let ids: Vec<u32> = (0..logits.len() as u32).filter(|id| keep[*id as usize]).collect();
+        ids.iter().for_each(|id| allowed.allow(*id));
+        let found = sample_among(&mut logits.clone(), &params, &[], &[], 5, Some(&allowed));
+        if ids.is_empty() {
+            let vocab = logits.len();
+            prop_assert!(allowed.is_empty());
+            prop_assert_eq!(found, Err(SampleError::AllExcluded { vocab }));
+            return Ok(());
+        }
+        let found = found.unwrap();
+        prop_assert!(allowed.allows(found.token));
+        let fewer: Vec<f32> = ids.iter().map(|id| logits[*id as usize]).collect();
+        let of_fewer = run(&fewer, &params, 5);
+        prop_assert_eq!(found.token, ids[of_fewer.token as usize]);
+        let whole = run(&logits, &SamplingParams { temperature: 0.0, ..params }, 5);
+        prop_assert_eq!(found.top, whole.top);
+    }
+}
+
+#[test]
+fn masks_hold_the_tokens_of_their_vocabulary() {
+    let mut mask = TokenMask::all(70);
+    assert!(mask.allows(69) && !mask.allows(70) && !mask.is_empty());
+    assert_eq!(mask.words(), [u32::MAX, u32::MAX, 63]);
+    mask.forbid(33);
+    mask.forbid(1000);
+    mask.allow(70);
+    assert!(!mask.allows(33) && !mask.allows(70));
+    assert_eq!(TokenMask::from_words(vec![1; 9], 33), {
+        let mut two = TokenMask::none(33);
+        two.allow(0);
+        two.allow(32);
+        two
+    });
+    let error = sample_among(&mut [0.0; 3], &SamplingParams::greedy(), &[], &[], 0, Some(&mask));
+    assert_eq!(error, Err(SampleError::Mask { mask: 70, vocab: 3 }));
 }
