@@ -18,6 +18,8 @@ fn main() -> anyhow::Result<()> {
         prompt: tokenizer.encode_with_special(prompt)?,
         max_tokens: 48,
         stop_tokens: vec![engine.info().eos_token],
+        min_tokens: 0,
+        constraint: None,
         sampling: dsv4_model::sample::SamplingParams::greedy(),
         cache_salt: String::new(),
         cache_keep: dsv4_server::engine::CacheKeep::AsUsed,

@@ -2,6 +2,7 @@
 
 pub mod layers;
 
+use crate::http::access::{Access, AccessError};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kv_pool::{Fingerprint, IndexKeyType, Numerics};
 use std::path::PathBuf;
@@ -102,6 +103,32 @@ fn up_to_half(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(number) if (0.0..=0.5).contains(&number) => Ok(number),
         _ => Err("a number from 0 to 0.5 expected".to_owned()),
+    }
+}
+
+/// Flags that say who may ask.
+#[derive(Clone, Debug, Default, Args)]
+pub struct AccessArgs {
+    /// Key that requests must bring; may be given several times. Other users of the machine can see
+    /// a command line: --api-key-file or the variable keep it from them [default: none is needed].
+    #[arg(long, value_name = "KEY")]
+    pub api_key: Vec<String>,
+    /// File with such keys, one a line.
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
+    /// Origin (scheme, host and port) whose web pages may ask, or *; may be given several times, or
+    /// with commas [default: only the page of this server].
+    #[arg(long, value_name = "ORIGIN", value_delimiter = ',')]
+    pub allow_origins: Vec<String>,
+}
+
+impl AccessArgs {
+    /// Who may ask.
+    ///
+    /// # Errors
+    /// [`AccessError`].
+    pub fn access(&self) -> Result<Access, AccessError> {
+        Access::new(&self.api_key, self.api_key_file.as_deref(), &self.allow_origins)
     }
 }
 
@@ -210,6 +237,9 @@ pub struct ServeArgs {
     /// Seconds that running requests have to end after SIGTERM; a second signal ends them at once.
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     pub drain_timeout: u64,
+    /// Who may ask.
+    #[command(flatten)]
+    pub access: AccessArgs,
     /// Think unless a request says otherwise.
     #[arg(long)]
     pub default_thinking: bool,
@@ -239,6 +269,9 @@ pub struct RouterArgs {
     /// Most requests under way in all; one more is refused with 503.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub max_queued_requests: u32,
+    /// Who may ask.
+    #[command(flatten)]
+    pub access: AccessArgs,
     /// Most verbose level that is logged.
     #[arg(long, default_value = "info")]
     pub log_level: tracing_subscriber::filter::LevelFilter,

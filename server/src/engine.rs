@@ -2,6 +2,7 @@
 //!
 //! One implementation runs a real worker ([`crate::node`]); tests use a scripted one.
 
+use crate::grammar::{Constraint, Grammars};
 use dsv4_model::sample::{Sampled, SamplingParams};
 use std::fmt;
 use std::pin::Pin;
@@ -18,6 +19,10 @@ pub struct GenerateRequest {
     pub max_tokens: u32,
     /// Tokens that end the output (the end-of-sequence token, unless the client said otherwise).
     pub stop_tokens: Vec<u32>,
+    /// Tokens before which no stop token is drawn, unless a constraint allows nothing else.
+    pub min_tokens: u32,
+    /// What the output must be. It ends where nothing can follow.
+    pub constraint: Option<Constraint>,
     /// How tokens are drawn.
     pub sampling: SamplingParams,
     /// Name of whom cached prefixes are shared with; empty for everybody without one. Prompts of
@@ -54,7 +59,8 @@ pub enum CacheKeep {
 /// Why an output ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// A stop token was drawn; it is not part of the output.
+    /// A stop token was drawn, which is not part of the output, or the constraint lets nothing
+    /// follow.
     Stop,
     /// `max_tokens` or the context length was reached.
     Length,
@@ -338,4 +344,8 @@ pub trait Engine: Send + Sync + fmt::Debug {
     fn health(&self) -> Health;
     /// Forgets what is kept for later prompts; with `stores` in the stores too.
     fn flush_cache(&self, stores: bool) -> Flushing;
+    /// What compiles constraints for this model; without it there are none.
+    fn grammars(&self) -> Option<&Grammars> {
+        None
+    }
 }

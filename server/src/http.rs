@@ -6,29 +6,37 @@
 //! context alone, reasoning tokens are counted, log probabilities are reported once per token,
 //! and an answer that was lost never ends with a finish reason.
 //!
-//! What differs from OpenAI's API: one answer per request (`n` is 1); no constrained decoding, so
-//! `response_format` and `strict` tools only shape the prompt, and what would promise more is
-//! refused; `max_tokens` beyond the context is cut, not refused; stop texts are looked for in the
-//! answer, not in the reasoning and not in tool calls; `echo` and `suffix` are refused; Responses
+//! What an answer must be (`response_format`, `text.format`, strict tools) is kept to token by token,
+//! see [`crate::grammar`].
+//!
+//! What differs from OpenAI's API: `max_tokens` beyond the context is cut, not refused; stop texts
+//! are looked for in the answer, not in the reasoning and not in tool calls; `suffix`, and `echo`
+//! with `logprobs`, are refused; a schema with `strict: false` is only shown to the model; Responses
 //! are not stored, so `previous_response_id` is refused.
 //! What differs from Anthropic's: `max_tokens` may be missing, `budget_tokens` does not bound the
 //! thinking, a `cache_control` anywhere is about the whole prompt, and nothing is run on the
 //! server's side.
-//! Additions: `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`,
-//! `chat_template_kwargs` (`thinking`, `enable_thinking`), and `add_special_tokens` for raw
-//! completions.
+//! Additions: `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `min_tokens`,
+//! `include_stop_str_in_output`, `chat_template_kwargs` (`thinking`, `enable_thinking`),
+//! `add_special_tokens` for raw completions, what vLLM and SGLang call `structured_outputs`,
+//! `guided_json`, `guided_regex`, `guided_choice`, `json_schema` and `regex`, and SGLang's
+//! `/generate`.
 
+pub mod access;
 mod cache_control;
 mod chat;
 mod chat_request;
+mod choices;
 mod completions;
 pub mod error;
 mod fields;
+mod format;
 mod generate;
 mod info;
 mod messages;
 mod messages_request;
 pub mod metrics;
+mod native;
 mod parse;
 mod pieces;
 mod prompt;
@@ -156,6 +164,23 @@ impl AppState {
         self.room(bytes / self.longest_token, param).map(drop)
     }
 
+    /// The text of tokens, special ones spelled out. A model may have more rows than its tokenizer
+    /// has tokens; those have no text.
+    fn text_of(&self, tokens: &[u32]) -> Result<String, ApiError> {
+        let known: Vec<u32> = tokens
+            .iter()
+            .copied()
+            .filter(|id| (*id as usize) < self.tokenizer.vocab_size())
+            .collect();
+        self.tokenizer.decode(&known).map_err(|error| ApiError::internal(error.to_string()))
+    }
+
+    /// Number of a token of the added vocabulary.
+    fn token(&self, name: &str) -> Result<u32, ApiError> {
+        let id = self.tokenizer.token_id(name);
+        id.ok_or_else(|| ApiError::internal(format!("the tokenizer has no token {name}")))
+    }
+
     /// Names what influences an answer besides the request.
     fn system_fingerprint(&self) -> String {
         let info = self.engine.info();
@@ -199,6 +224,7 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
         .route("/v1/messages", post(messages::messages))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .route("/v1/responses", post(responses::responses))
+        .route("/generate", post(native::generate))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
         .fallback(no_path)
@@ -270,7 +296,7 @@ async fn observe(
 
 /// A path as a label: one of a fixed set.
 pub(crate) fn known_path(path: &str) -> &'static str {
-    const PATHS: [&str; 12] = [
+    const PATHS: [&str; 13] = [
         "/",
         "/health",
         "/metrics",
@@ -281,6 +307,7 @@ pub(crate) fn known_path(path: &str) -> &'static str {
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/responses",
+        "/generate",
         "/tokenize",
         "/detokenize",
     ];

@@ -5,6 +5,7 @@ pub mod clock;
 pub mod config;
 pub mod engine;
 pub mod glue;
+pub mod grammar;
 pub mod http;
 pub mod net;
 pub mod node;

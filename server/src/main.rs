@@ -147,6 +147,7 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
     log_settings(settings, unknown);
     // What is wrong with the flags is said before a port is taken or weights are read.
     Node::check(args)?;
+    let access = args.access.access()?;
     let runtime = runtime()?;
     survive_file_limit(&runtime)?;
     let listener = runtime.block_on(listen(&args.host, args.port))?;
@@ -160,7 +161,7 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
         recipe_sampling: args.recipe_sampling,
         ..HttpConfig::default()
     };
-    let app = http::router(engine, node.tokenizer(), config);
+    let app = http::access::protect(http::router(engine, node.tokenizer(), config), access);
     // A signal that comes as soon as the line below is read is heard.
     let signalled = {
         let _context = runtime.enter();
@@ -267,6 +268,7 @@ async fn until_ready(engine: Arc<NodeEngine>) -> anyhow::Result<()> {
 fn run_router(args: &RouterArgs, settings: &[Setting], unknown: &[String]) -> anyhow::Result<()> {
     init_log(args.log_level);
     log_settings(settings, unknown);
+    let access = args.access.access()?;
     let runtime = runtime()?;
     runtime.block_on(async {
         let config = RouterConfig {
@@ -274,7 +276,7 @@ fn run_router(args: &RouterArgs, settings: &[Setting], unknown: &[String]) -> an
             max_queued_requests: args.max_queued_requests as usize,
             ..RouterConfig::default()
         };
-        let app = router::app(config)?;
+        let app = http::access::protect(router::app(config)?, access);
         let listener = listen(&args.host, args.port).await?;
         let address = listener.local_addr().context("read the port that was given")?;
         // A signal that comes as soon as the line below is read is heard.

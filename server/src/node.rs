@@ -14,6 +14,7 @@ use crate::glue::handoff::PageVerifier;
 use crate::glue::mover::Reports;
 use crate::glue::pools::{POOLS, PageCounts, Pools};
 use crate::glue::regions::PoolRegion;
+use crate::grammar::{Constraint, Grammars, Limits as GrammarLimits};
 use crate::net::kv_events::{Outlet, Publisher};
 use crate::worker::events::publishes;
 use crate::worker::waiting::{Patience, QueueFull};
@@ -98,6 +99,7 @@ pub struct NodeEngine {
     max_queued_tokens: u64,
     totals: PageCounts,
     limits: WorkerConfig,
+    grammars: Grammars,
     next_id: AtomicU64,
 }
 
@@ -166,8 +168,9 @@ impl Engine for NodeEngine {
         })?;
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let (events, receiver) = tokio::sync::mpsc::unbounded_channel();
+        let live = request.constraint.as_ref().map(Constraint::begin);
         let request = Box::new(GenerateRequest { max_tokens, ..request });
-        match worker.inbox.try_send(WorkerMsg::Submit { id, request, events }) {
+        match worker.inbox.try_send(WorkerMsg::Submit { id, request, live, events }) {
             Ok(()) => {}
             Err(error) => {
                 shared.leave_queue(prompt);
@@ -185,6 +188,10 @@ impl Engine for NodeEngine {
 
     fn info(&self) -> &EngineInfo {
         &self.info
+    }
+
+    fn grammars(&self) -> Option<&Grammars> {
+        Some(&self.grammars)
     }
 
     fn stats(&self) -> Stats {
@@ -357,19 +364,15 @@ impl Node {
             .with_context(|| format!("load the model in {}", path.display()))?;
         let tokenizer = Tokenizer::from_dir(&path)
             .with_context(|| format!("load the tokenizer in {}", path.display()))?;
+        let tokenizer = Arc::new(tokenizer);
         let parts = Parts::new(args, Arc::new(model), &tokenizer)?;
         let info = parts.info(args, &path);
-        let summary = format!(
-            "mode {}, {threads} threads, {} numerics, index keys {}, context {}, weights {} MiB",
-            info.mode,
-            info.numerics,
-            info.index_key_type,
-            info.context_length,
-            parts.model.weight_bytes() >> 20,
-        );
+        let grammars = grammars(&tokenizer, &info)?;
+        let summary = summary(&info, threads, parts.model.weight_bytes());
         let mut node = Assembly {
             args,
             parts,
+            grammars,
             options,
             workers: Vec::new(),
             threads: Vec::new(),
@@ -396,11 +399,12 @@ impl Node {
             max_queued_tokens: args.max_queued_tokens.unwrap_or(u64::MAX),
             totals: node.parts.counts,
             limits: node.parts.config,
+            grammars: node.grammars,
             next_id: AtomicU64::new(1),
         });
         Ok(Self {
             engine,
-            tokenizer: Arc::new(tokenizer),
+            tokenizer,
             threads: node.threads,
             bootstrap: node.bootstrap,
             events,
@@ -460,6 +464,35 @@ impl Node {
     }
 }
 
+/// One line about how a process runs.
+fn summary(info: &EngineInfo, threads: usize, weight_bytes: u64) -> String {
+    format!(
+        "mode {}, {threads} threads, {} numerics, index keys {}, context {}, weights {} MiB",
+        info.mode,
+        info.numerics,
+        info.index_key_type,
+        info.context_length,
+        weight_bytes >> 20,
+    )
+}
+
+/// What compiles constraints. The tree of the vocabulary is made beside the start of the workers.
+fn grammars(tokenizer: &Arc<Tokenizer>, info: &EngineInfo) -> anyhow::Result<Grammars> {
+    let (vocab, eos) = (info.vocab_size as usize, info.eos_token);
+    let made = Grammars::new(Arc::clone(tokenizer), vocab, eos, GrammarLimits::default());
+    let grammars = made.context("start the threads that compile grammars")?;
+    let warmed = grammars.clone();
+    let warm = move || match warmed.warm() {
+        Ok(took) => tracing::debug!(?took, "the vocabulary is ready for constrained decoding"),
+        Err(error) => tracing::error!(%error, "answers cannot be constrained"),
+    };
+    std::thread::Builder::new()
+        .name("vocabulary".to_owned())
+        .spawn(warm)
+        .context("start the thread that reads the vocabulary")?;
+    Ok(grammars)
+}
+
 impl Parts {
     fn new(args: &ServeArgs, model: Arc<Model>, tokenizer: &Tokenizer) -> anyhow::Result<Self> {
         let geometry = Arc::new(model.geometry().clone());
@@ -508,6 +541,7 @@ impl Parts {
 struct Assembly<'a> {
     args: &'a ServeArgs,
     parts: Parts,
+    grammars: Grammars,
     options: &'a NodeOptions,
     workers: Vec<WorkerHandle>,
     threads: Vec<JoinHandle<()>>,
@@ -604,6 +638,7 @@ impl Assembly<'_> {
         if let Some(cache) = cache {
             worker.cache_in(cache);
         }
+        worker.constrain(self.grammars.clone(), inbox.clone());
         let incarnation = random_incarnation()?;
         let (drivers, ucx) = (Vec::new(), Arc::default());
         Ok(Draft { role, worker, inbox, shared, verifier, drivers, ucx, incarnation })

@@ -120,6 +120,7 @@ impl ReverseProxy {
             .route("/v1/messages", post(proxy::forward))
             .route("/v1/messages/count_tokens", post(proxy::forward))
             .route("/v1/responses", post(proxy::forward))
+            .route("/generate", post(proxy::forward))
             .route("/tokenize", post(proxy::forward))
             .route("/detokenize", post(proxy::forward))
             .fallback(no_path)

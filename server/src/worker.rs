@@ -18,6 +18,7 @@ use crate::engine::{Event, FailureKind, Flushed, GenerateRequest};
 use crate::glue::handoff::PageVerifier;
 use crate::glue::mover::Report;
 use crate::glue::pools::{POOLS, Pools};
+use crate::grammar::{GrammarError, Grammars, Live};
 use crate::net::kv_events::EventNumbers;
 use crate::scheduler::{Limits, PageNeed, Scheduler, SeqId};
 use cache::{Cache, CacheNumbers, CacheParts};
@@ -98,6 +99,8 @@ pub enum WorkerMsg {
         id: SeqId,
         /// The request.
         request: Box<GenerateRequest>,
+        /// Its constraint, at the beginning.
+        live: Option<Live>,
         /// Where its events go.
         events: UnboundedSender<Event>,
     },
@@ -109,6 +112,13 @@ pub enum WorkerMsg {
         driver: usize,
         /// What happened.
         upcall: Upcall,
+    },
+    /// The grammar of a peer's prompt was compiled, or could not be.
+    Compiled {
+        /// The peer's attempt.
+        attempt: AttemptId,
+        /// What came of it.
+        result: Result<Live, GrammarError>,
     },
     /// A motion of the cache has ended.
     Moved(Report),
@@ -300,6 +310,9 @@ pub struct Worker {
     prefixes: Prefixes,
     cache: Option<Cache>,
     events: Option<KvEvents>,
+    grammars: Option<(Grammars, Inbox)>,
+    /// Prompts of peers whose grammar is being compiled.
+    compiling: BTreeMap<AttemptId, push::Asked>,
     scheduler: Scheduler,
     sequences: BTreeMap<SeqId, Sequence>,
     attempts: BTreeMap<AttemptId, SeqId>,
@@ -360,6 +373,8 @@ impl Worker {
             prefixes,
             cache: None,
             events: None,
+            grammars: None,
+            compiling: BTreeMap::new(),
             scheduler,
             sequences: BTreeMap::new(),
             attempts: BTreeMap::new(),
@@ -387,6 +402,11 @@ impl Worker {
     pub fn cache_in(&mut self, parts: CacheParts) {
         let pending_max = self.pools.count(PoolKind::Block) as usize;
         self.cache = Some(Cache::new(parts, pending_max));
+    }
+
+    /// Lets the worker take prompts whose answers are constrained; `inbox` is its own.
+    pub fn constrain(&mut self, grammars: Grammars, inbox: Inbox) {
+        self.grammars = Some((grammars, inbox));
     }
 
     /// The pools, to register their memory.
@@ -440,7 +460,10 @@ impl Worker {
 
     fn take(&mut self, message: WorkerMsg) {
         match message {
-            WorkerMsg::Submit { id, request, events } => self.submit(id, *request, events),
+            WorkerMsg::Submit { id, request, live, events } => {
+                self.submit(id, *request, live, events);
+            }
+            WorkerMsg::Compiled { attempt, result } => self.compiled(attempt, result),
             WorkerMsg::Cancel(id) => self.cancel(id),
             WorkerMsg::Upcall { driver, upcall } => self.upcall(driver, upcall),
             WorkerMsg::Moved(report) => self.moved(report),
@@ -453,9 +476,15 @@ impl Worker {
         }
     }
 
-    fn submit(&mut self, id: SeqId, request: GenerateRequest, events: UnboundedSender<Event>) {
+    fn submit(
+        &mut self,
+        id: SeqId,
+        request: GenerateRequest,
+        live: Option<Live>,
+        events: UnboundedSender<Event>,
+    ) {
         let need = need(&self.config, request.prompt.len(), request.max_tokens);
-        self.sequences.insert(id, Sequence::of_client(id, request, events));
+        self.sequences.insert(id, Sequence::of_client(id, request, live, events));
         self.enqueue(id, need);
     }
 

@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "main/access.rs"]
+mod access;
 #[path = "main/at_rest.rs"]
 mod at_rest;
 #[path = "main/client.rs"]
@@ -12,8 +14,12 @@ mod conformance;
 mod e2e;
 #[path = "main/fake.rs"]
 mod fake;
+#[path = "main/formats.rs"]
+mod formats;
 #[path = "main/golden.rs"]
 mod golden;
+#[path = "main/grammar.rs"]
+mod grammar;
 #[path = "main/http.rs"]
 mod http;
 #[path = "main/kv_events.rs"]

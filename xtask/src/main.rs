@@ -16,6 +16,7 @@ mod hooks;
 mod lex;
 mod metadata;
 mod moto;
+mod node;
 mod peers;
 mod python;
 mod sh;

@@ -7,7 +7,7 @@ mod layers;
 mod tally;
 
 use crate::sh::{self, Watch};
-use crate::{metadata, moto, python, ucx};
+use crate::{metadata, moto, node, python, ucx};
 use anyhow::{Context as _, Result, bail};
 pub(crate) use layers::Layer;
 use std::path::PathBuf;
@@ -54,6 +54,7 @@ struct Equipment {
     python: Option<String>,
     ucx: Option<PathBuf>,
     moto: Option<PathBuf>,
+    node: Option<PathBuf>,
 }
 
 /// Runs the tests of `layer`.
@@ -75,7 +76,9 @@ pub(crate) fn run(layer: Layer, numbers: Numbers, runner: Runner) -> Result<()> 
     }
     let python = if layer.has_end_to_end() { interpreter()? } else { None };
     let without = (layer.has_end_to_end() && python.is_none()).then_some(PYTHON_TESTS);
-    let equipment = Equipment { numbers, python, ucx: library()?, moto: object_server(layer)? };
+    let node = if layer.has_end_to_end() { node_package()? } else { None };
+    let moto = object_server(layer)?;
+    let equipment = Equipment { numbers, python, ucx: library()?, moto, node };
     let mut tally = Tally::default();
     let started = Instant::now();
     if layer.has_doc_tests() {
@@ -136,6 +139,9 @@ impl Equipment {
         if let Some(moto) = &self.moto {
             command.env(moto::VARIABLE, moto);
         }
+        if let Some(node) = &self.node {
+            command.env(node::VARIABLE, node);
+        }
     }
 }
 
@@ -169,6 +175,23 @@ fn object_server(layer: Layer) -> Result<Option<PathBuf>> {
         Err(error) if sh::is_ci() => Err(error.context("an S3 server is required in CI")),
         Err(error) => {
             println!("the remote store is not tested: {error:#}");
+            Ok(None)
+        }
+    }
+}
+
+/// The Node package for the tests through it. Where there is no Node they leave themselves out, in CI
+/// as well: a bare machine has none.
+fn node_package() -> Result<Option<PathBuf>> {
+    if !node::is_installed() {
+        println!("the Node client is not tested: there is no node with npm");
+        return Ok(None);
+    }
+    match node::ensure() {
+        Ok(path) => Ok(Some(path)),
+        Err(error) if sh::is_ci() => Err(error.context("the Node client is required in CI")),
+        Err(error) => {
+            println!("the Node client is not tested: {error:#}");
             Ok(None)
         }
     }
@@ -235,7 +258,7 @@ fn fault_arguments(numbers: &Numbers) -> Vec<String> {
 fn long(name: &str, numbers: Numbers, arguments: &[String]) -> Result<()> {
     let needs_ucx = numbers.transport.as_deref() == Some("ucx");
     let ucx = if needs_ucx { library()? } else { None };
-    let equipment = Equipment { numbers, python: None, ucx, moto: None };
+    let equipment = Equipment { numbers, python: None, ucx, moto: None, node: None };
     let mut runs = 0;
     for package in metadata::packages()? {
         for target in package.targets.iter().filter(|target| target.name == name) {

@@ -249,6 +249,8 @@ fn read(source: &Source, tokens: u32, requests: usize) -> Outcome<Times> {
             cache_salt: String::new(),
             cache_keep: CacheKeep::AsUsed,
             turn: dsv4_server::engine::Turn::default(),
+            not_first: Vec::new(),
+            source: None,
         };
         driver.start(Start {
             attempt,

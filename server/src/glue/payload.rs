@@ -3,11 +3,13 @@
 #![expect(clippy::mem_forget, reason = "the derived readers forget their partial values")]
 
 use crate::engine::{CacheKeep, Turn};
+use crate::grammar::{MAX_GRAMMAR_BYTES, Source};
 use dsv4_model::sample::{Sampled, SamplingParams};
+use std::sync::Arc;
 use wincode::{SchemaRead, SchemaWrite};
 
 /// Version of both payloads.
-const VERSION: u16 = 5;
+const VERSION: u16 = 6;
 /// Most bytes of a salt.
 const MAX_SALT: usize = 256;
 /// Most tokens of a prompt on the wire; the peer's context length is checked beside it.
@@ -64,6 +66,9 @@ struct RequestWire {
     priority: i32,
     key: u64,
     output: u32,
+    not_first: Vec<u32>,
+    /// Grammar, and the token that it begins after.
+    constraint: Option<(String, Option<u32>)>,
 }
 
 /// A prompt to compute for a decode worker.
@@ -83,6 +88,10 @@ pub struct PrefillRequest {
     pub cache_keep: CacheKeep,
     /// Its place among others that wait.
     pub turn: Turn,
+    /// Tokens that may not be the first one, as long as others may.
+    pub not_first: Vec<u32>,
+    /// What the output must be.
+    pub source: Option<Arc<Source>>,
 }
 
 impl PrefillRequest {
@@ -114,6 +123,8 @@ impl PrefillRequest {
             priority: self.turn.priority,
             key: self.turn.key,
             output: self.output,
+            not_first: self.not_first.clone(),
+            constraint: self.source.as_ref().map(|s| (s.grammar.clone(), s.after)),
         };
         wincode::serialize(&wire).expect("vectors and numbers always serialise")
     }
@@ -137,6 +148,13 @@ impl PrefillRequest {
         if wire.cache_salt.len() > MAX_SALT {
             return Err(PayloadError::Range { what, field: "salt length" });
         }
+        if wire.not_first.iter().any(|t| *t as usize >= vocab) {
+            return Err(PayloadError::Range { what, field: "token id" });
+        }
+        let source = wire.constraint.map(|(grammar, after)| Source { grammar, after });
+        if source.as_ref().is_some_and(|source| source.grammar.len() > MAX_GRAMMAR_BYTES) {
+            return Err(PayloadError::Range { what, field: "grammar length" });
+        }
         let sampling = SamplingParams {
             temperature: wire.temperature,
             top_p: wire.top_p,
@@ -157,8 +175,9 @@ impl PrefillRequest {
         };
         let cache_salt = wire.cache_salt;
         let turn = Turn { priority: wire.priority, key: wire.key };
+        let (not_first, source) = (wire.not_first, source.map(Arc::new));
         let (id, prompt, output) = (wire.id, wire.prompt, wire.output);
-        Ok(Self { id, prompt, output, sampling, cache_salt, cache_keep, turn })
+        Ok(Self { id, prompt, output, sampling, cache_salt, cache_keep, turn, not_first, source })
     }
 }
 

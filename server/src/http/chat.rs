@@ -1,9 +1,11 @@
 //! `POST /v1/chat/completions`.
 
+use super::choices::{self, Merged};
 use super::error::ApiError;
 use super::metrics::RequestTimer;
 use super::parse::Output;
 use super::{AppState, RequestId, chat_request, generate, sse};
+use crate::engine::Usage;
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Extension, State};
@@ -15,7 +17,7 @@ use deepseek_recipe::openai::chat_completion::response::{
     ChatCompletionChunk, ChatCompletionResponse,
 };
 use deepseek_recipe::response::ProtocolResponse;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -36,20 +38,55 @@ pub(super) async fn chat_completions(
     let head = Head { id, model: prepared.model.clone(), created: super::unix_time() };
     let streams = prepared.recipe.stream;
     let include_usage = prepared.recipe.response_options.include_usage;
-    let (output, timer) =
-        generate::begin::<ChatCompletionRequest>(&state, prepared, &request_id, start, None)
+    let (first, others, timer) =
+        generate::begin_all::<ChatCompletionRequest>(&state, prepared, &request_id, start, None)
             .await?;
+    let outputs = std::iter::once(first).chain(others).collect();
     if streams {
         let keep_alive = state.config.keep_alive;
-        let phase = Phase::Output;
-        let stream = ChatStream { state, output, timer, include_usage, head, phase };
+        let (phase, outputs) = (Phase::Output, Merged::new(outputs));
+        let stream = ChatStream { state, outputs, timer, include_usage, head, phase };
         return Ok(sse::response(stream, keep_alive, sse::COMMENT));
     }
-    let response = ChatCompletionResponse::new(head.id, head.model, head.created, 0, 0);
-    let (mut response, usage, reasoning_tokens) =
-        generate::whole(&state, output, timer, response).await?;
+    whole(&state, outputs, timer, head).await
+}
+
+/// All answers in one response.
+async fn whole(
+    state: &AppState,
+    outputs: Vec<Output<ChatCompletionChunk>>,
+    mut timer: RequestTimer,
+    head: Head,
+) -> Result<Response, ApiError> {
+    let mut response = Value::Null;
+    let mut choices = Vec::with_capacity(outputs.len());
+    let mut counts = Vec::with_capacity(outputs.len());
+    for output in outputs {
+        let (id, model) = (head.id.clone(), head.model.clone());
+        let one = ChatCompletionResponse::new(id, model, head.created, 0, 0);
+        let (mut one, usage) = generate::whole_of(state, output, &mut timer, one).await?;
+        counts.push(usage);
+        if let Some(Value::Array(list)) = one.get_mut("choices") {
+            for mut choice in list.drain(..) {
+                choice["index"] = choices.len().into();
+                choices.push(choice);
+            }
+        }
+        if response.is_null() {
+            response = one;
+        }
+    }
+    let (usage, reasoning_tokens) = sum(&counts);
+    timer.finish(usage);
+    response["choices"] = Value::Array(choices);
     response["usage"] = generate::usage_json(usage, reasoning_tokens);
     Ok(Json(response).into_response())
+}
+
+/// Token counts of all answers, and how many of the tokens were reasoning.
+fn sum(counts: &[(Usage, u32)]) -> (Usage, u32) {
+    let usage = choices::total(counts.iter().map(|(usage, _)| *usage));
+    (usage, counts.iter().map(|(_, reasoning)| *reasoning).fold(0, u32::saturating_add))
 }
 
 /// What every chunk of a response repeats.
@@ -70,7 +107,7 @@ enum Phase {
 /// The frames of a streamed chat.
 struct ChatStream {
     state: Arc<AppState>,
-    output: Output<ChatCompletionChunk>,
+    outputs: Merged<Output<ChatCompletionChunk>>,
     timer: RequestTimer,
     include_usage: bool,
     head: Head,
@@ -78,9 +115,18 @@ struct ChatStream {
 }
 
 impl ChatStream {
+    fn usage(&self) -> (Usage, u32) {
+        sum(&self.outputs.parts.iter().map(Output::usage).collect::<Vec<_>>())
+    }
+
     async fn output_frame(&mut self) -> Option<Bytes> {
-        match self.output.next().await? {
+        let (index, chunk) = self.outputs.next().await?;
+        match chunk {
             Ok(mut chunk) => {
+                for choice in &mut chunk.choices {
+                    // As many as MAX_CHOICES.
+                    choice.index = index as u32;
+                }
                 // With `include_usage` every chunk has the field, and a chunk of its own the value.
                 chunk.usage = self.include_usage.then_some(None);
                 chunk.created = self.head.created;
@@ -100,14 +146,13 @@ impl sse::Frames for ChatStream {
             if let Some(frame) = self.output_frame().await {
                 return Some(frame);
             }
-            let (usage, _) = self.output.usage();
-            self.timer.finish(usage);
+            self.timer.finish(self.usage().0);
             self.phase = if self.include_usage { Phase::Usage } else { Phase::Done };
         }
         match self.phase {
             Phase::Usage => {
                 self.phase = Phase::Done;
-                let (usage, reasoning_tokens) = self.output.usage();
+                let (usage, reasoning_tokens) = self.usage();
                 Some(sse::data(&json!({
                     "id": self.head.id,
                     "object": "chat.completion.chunk",

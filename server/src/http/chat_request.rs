@@ -2,9 +2,10 @@
 
 use super::error::ApiError;
 use super::fields::{Fields, kind_of};
+use super::format;
 use super::prompt::{self, ChatEncoder, Prepared, Wishes};
 use super::shape::{self, EFFORTS, Member, Shape, THINKING, may, must};
-use super::{AppState, only_one_choice};
+use super::{AppState, choices};
 use deepseek_recipe::openai::ChatCompletionRequest;
 use deepseek_recipe::openai::chat_completion::request::ChatCompletionRequestMessage;
 use deepseek_recipe::request::{ConversationRequest, ProtocolRequest};
@@ -29,7 +30,7 @@ const TOOL: Shape = Shape::Object(&[
 const NAMED_TOOL: &[Member] =
     &[must("type", FUNCTION), must("function", Shape::Object(&[must("name", Shape::Text)]))];
 
-const FORMAT: Shape = Shape::Tagged(
+pub(super) const FORMAT: Shape = Shape::Tagged(
     "type",
     &[
         ("text", &[]),
@@ -39,12 +40,13 @@ const FORMAT: Shape = Shape::Tagged(
             &[must(
                 "json_schema",
                 Shape::Object(&[
-                    must("schema", Shape::Any),
+                    must("schema", Shape::Object(&[])),
                     may("name", Shape::Text),
                     may("strict", Shape::Flag),
                 ]),
             )],
         ),
+        ("regex", &[must("regex", Shape::Text)]),
     ],
 );
 
@@ -145,8 +147,11 @@ pub(super) fn read(
     mut fields: Fields,
 ) -> Result<(ConversationRequest, Wishes), ApiError> {
     let mut wishes = Wishes::read(state, &mut fields, "stop")?;
+    wishes.choices = choices::read(&fields)?;
     refuse_unsupported(&fields)?;
     shape::check_fields(&fields, FIELDS)?;
+    wishes.formats.extend(format::response_format(&mut fields)?);
+    wishes.strict = format::strict_tools(&mut fields, Some("function"), "parameters")?;
     wishes.max_calls = allowed_calls(&fields)?;
     wishes.max_tokens = max_tokens(&mut fields)?;
     if fields.flag("logprobs")?.unwrap_or(false) {
@@ -162,24 +167,11 @@ pub(super) fn read(
 
 /// Refuses what would otherwise be ignored although the client relies on it.
 fn refuse_unsupported(fields: &Fields) -> Result<(), ApiError> {
-    only_one_choice(fields)?;
     for name in ["functions", "function_call"] {
         if fields.get(name).is_some() {
             let message = format!("{name} is not supported; use tools and tool_choice");
             return Err(ApiError::invalid(name, message));
         }
-    }
-    let format = fields.get("response_format").and_then(Value::as_object);
-    let kind = format.and_then(|format| format.get("type")).and_then(Value::as_str);
-    let strict = format
-        .and_then(|format| format.get("json_schema")?.get("strict")?.as_bool())
-        .unwrap_or(false);
-    if kind == Some("regex") || strict {
-        return Err(ApiError::invalid(
-            "response_format",
-            "output is not constrained in this version: regex and strict json_schema cannot be \
-             guaranteed; json_object and json_schema without strict are put into the prompt",
-        ));
     }
     Ok(())
 }

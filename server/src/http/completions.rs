@@ -1,13 +1,15 @@
 //! `POST /v1/completions`: the raw interface, without chat template and without parsing.
 
+use super::choices::{self, Merged, Part};
 use super::error::ApiError;
 use super::fields::{Fields, kind_of};
+use super::format::{self, Wanted};
 use super::generate::{self, Running};
 use super::metrics::RequestTimer;
 use super::parse::{Failure, finite};
 use super::pieces::{Piece, PieceStream, token_text};
 use super::stop::StopMatcher;
-use super::{AppState, RequestId, cache_control, sampling, sse};
+use super::{AppState, RequestId, cache_control, chat_request, sampling, shape, sse};
 use crate::engine::{Event, FinishReason, GenerateRequest, Generation, Usage};
 use axum::Json;
 use axum::body::Body;
@@ -19,58 +21,101 @@ use dsv4_model::sample::{MAX_LOGPROBS, Sampled};
 use dsv4_model::text::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::collections::VecDeque;
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Instant;
 
 /// Tokens to generate when the request does not say, as in OpenAI's API.
 const DEFAULT_MAX_TOKENS: u32 = 16;
 
 /// A completion request that can be submitted.
-struct CompletionRequest {
-    generate: GenerateRequest,
-    model: String,
-    stream: bool,
+pub(super) struct CompletionRequest {
+    pub(super) generate: GenerateRequest,
+    pub(super) model: String,
+    pub(super) stream: bool,
     include_usage: bool,
     stops: Vec<String>,
+    /// Whether a stop text that ends the output is a part of it.
+    includes_stop: bool,
+    /// What the output must be.
+    wanted: Option<Wanted>,
+    /// Outputs that are wanted.
+    choices: u32,
+    /// The prompt, if it is to be repeated before the output.
+    echo: Option<String>,
 }
 
 impl CompletionRequest {
     fn prepare(state: &AppState, id: String, body: &[u8]) -> Result<Self, ApiError> {
-        let mut fields = Fields::parse(body)?;
+        Self::read(state, id, Fields::parse(body)?)
+    }
+
+    /// Reads the fields; takes time in proportion to the prompt.
+    pub(super) fn read(state: &AppState, id: String, mut fields: Fields) -> Result<Self, ApiError> {
         let info = state.engine.info();
         let model = state.model_of(&fields)?;
         refuse_unsupported(&fields)?;
+        let choices = choices::read(&fields)?;
+        let includes_stop = fields.flag("include_stop_str_in_output")?.unwrap_or(false);
+        let echoes = fields.flag("echo")?.unwrap_or(false);
         let mut params = sampling::read(&fields, info.vocab_size)?;
         let stops = sampling::stops(&mut fields, "stop", &state.tokenizer, info)?;
         if let Some(alternatives) = fields.count("logprobs", 0, MAX_LOGPROBS)? {
             params.want_logprob = true;
             params.logprobs = alternatives;
         }
-        let wanted = fields.at_least("max_tokens", 1)?.unwrap_or(DEFAULT_MAX_TOKENS);
+        let wanted = wanted(&mut fields)?;
+        sampling::ends(wanted.as_ref(), fields.flag("ignore_eos")?.unwrap_or(false))?;
+        let max_tokens = fields.at_least("max_tokens", 1)?.unwrap_or(DEFAULT_MAX_TOKENS);
+        let min_tokens = sampling::min_tokens(&fields)?;
         let cache_salt = fields.cache_salt()?;
         let cache_keep = cache_control::read(&fields)?;
         let turn = fields.turn()?;
         let (stream, include_usage) = stream_fields(&fields)?;
         let prompt = prompt_tokens(state, &mut fields)?;
         let room = state.room(prompt.len(), "prompt")?;
+        let echo = echoes.then(|| state.text_of(&prompt)).transpose()?;
+        let max_tokens = max_tokens.min(room);
         let generate = GenerateRequest {
             id,
             prompt,
-            max_tokens: wanted.min(room),
+            max_tokens,
             stop_tokens: stops.tokens,
+            min_tokens: sampling::no_more_than(min_tokens, max_tokens)?,
+            constraint: None,
             sampling: params,
             cache_salt,
             cache_keep,
             turn,
         };
-        Ok(Self { generate, model, stream, include_usage, stops: stops.texts })
+        let stops = stops.texts;
+        Ok(Self {
+            generate,
+            model,
+            stream,
+            include_usage,
+            stops,
+            includes_stop,
+            wanted,
+            choices,
+            echo,
+        })
     }
 }
 
+/// What the text must be.
+fn wanted(fields: &mut Fields) -> Result<Option<Wanted>, ApiError> {
+    shape::check_fields(fields, &[shape::may("response_format", chat_request::FORMAT)])?;
+    let mut formats = format::extras(fields)?;
+    formats.extend(format::response_format(fields)?);
+    format::only(formats)?.as_ref().map(format::of_text).transpose()
+}
+
 fn refuse_unsupported(fields: &Fields) -> Result<(), ApiError> {
-    super::only_one_choice(fields)?;
-    if fields.flag("echo")?.unwrap_or(false) {
-        return Err(ApiError::invalid("echo", "echo is not supported"));
+    if fields.flag("echo")?.unwrap_or(false) && fields.get("logprobs").is_some() {
+        let message = "echo with logprobs is not supported: the prompt has no log probabilities";
+        return Err(ApiError::invalid("echo", message));
     }
     if fields.string("suffix")?.is_some_and(|suffix| !suffix.is_empty()) {
         return Err(ApiError::invalid("suffix", "suffix is not supported"));
@@ -161,36 +206,63 @@ pub(super) async fn completions(
         move |state| CompletionRequest::prepare(state, id, &body)
     })
     .await?;
-    let CompletionRequest { generate: request, model, stream, include_usage, stops } = prepared;
-    let prompt_tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
-    let sampling = request.sampling.clone();
-    let Running { generation, first, timer } =
-        generate::submit(&state, request, &request_id, start, None).await?;
-    let output = CompletionOutput {
-        tokenizer: Arc::clone(&state.tokenizer),
-        pieces: PieceStream::new(&state.tokenizer, sampling.want_logprob),
-        want_logprobs: sampling.want_logprob,
-        alternatives: sampling.logprobs > 0,
-        source: Some(Source { generation, first }),
-        stops: StopMatcher::new(stops),
-        unreported: VecDeque::new(),
-        seen: 0,
-        released: 0,
-        usage: Usage { prompt_tokens, ..Usage::default() },
-    };
     let head = Head {
         id,
-        model,
+        model: prepared.model.clone(),
         created: super::unix_time(),
         fingerprint: state.system_fingerprint(),
-        include_usage: stream && include_usage,
+        include_usage: prepared.stream && prepared.include_usage,
     };
+    let stream = prepared.stream;
+    let (outputs, timer) = begin(&state, prepared, &request_id, start).await?;
     let keep_alive = state.config.keep_alive;
-    let stream_of = CompletionStream { state, output, timer, head, phase: Phase::Output };
+    let outputs = Merged::new(outputs);
+    let stream_of = CompletionStream { state, outputs, timer, head, phase: Phase::Output };
     if stream {
         return Ok(sse::response(stream_of, keep_alive, sse::COMMENT));
     }
     stream_of.whole().await
+}
+
+/// Submits a request; gives its outputs and its timer.
+pub(super) async fn begin(
+    state: &AppState,
+    prepared: CompletionRequest,
+    request_id: &RequestId,
+    start: Instant,
+) -> Result<(Vec<CompletionOutput>, RequestTimer), ApiError> {
+    let CompletionRequest { mut generate, stops, includes_stop, echo, .. } = prepared;
+    if let Some(wanted) = prepared.wanted {
+        generate.constraint = Some(generate::compiled(state, wanted).await?);
+    }
+    let output = |request: &GenerateRequest, source: Source| {
+        let prompt_tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
+        let want_logprobs = request.sampling.want_logprob;
+        CompletionOutput {
+            tokenizer: Arc::clone(&state.tokenizer),
+            pieces: PieceStream::new(&state.tokenizer, want_logprobs),
+            want_logprobs,
+            alternatives: request.sampling.logprobs > 0,
+            source: Some(source),
+            stops: StopMatcher::new(stops.clone(), includes_stop),
+            echo: echo.clone(),
+            ids: Vec::new(),
+            unreported: VecDeque::new(),
+            seen: 0,
+            released: 0,
+            usage: Usage { prompt_tokens, ..Usage::default() },
+        }
+    };
+    let Running { generation, first, timer } =
+        generate::submit(state, generate.clone(), request_id, start, None).await?;
+    let mut outputs = vec![output(&generate, Source { generation, first })];
+    // The others find the prompt of the first one computed.
+    for choice in 1..prepared.choices {
+        let request = choices::request(&generate, choice);
+        let generation = generate::submit_more(state, request.clone())?;
+        outputs.push(output(&request, Source { generation, first: None }));
+    }
+    Ok((outputs, timer))
 }
 
 struct Source {
@@ -200,14 +272,23 @@ struct Source {
 
 /// Text that was released, and how the output ended if it did.
 #[derive(Default)]
-struct Delta {
-    text: String,
-    tokens: Vec<(u32, Sampled)>,
-    finish: Option<&'static str>,
+pub(super) struct Delta {
+    pub(super) text: String,
+    pub(super) tokens: Vec<(u32, Sampled)>,
+    pub(super) finish: Option<&'static str>,
+}
+
+impl Delta {
+    /// Appends what came next.
+    pub(super) fn add(&mut self, next: Self) {
+        self.text += &next.text;
+        self.tokens.extend(next.tokens);
+        self.finish = next.finish;
+    }
 }
 
 /// A completion on its way. Dropping it cancels the request.
-struct CompletionOutput {
+pub(super) struct CompletionOutput {
     tokenizer: Arc<Tokenizer>,
     pieces: PieceStream,
     want_logprobs: bool,
@@ -215,25 +296,34 @@ struct CompletionOutput {
     /// Nothing after the end.
     source: Option<Source>,
     stops: StopMatcher,
+    /// The prompt, until it has been repeated.
+    echo: Option<String>,
+    /// All tokens so far.
+    pub(super) ids: Vec<u32>,
     /// Tokens whose text was not released, with the character at which it starts.
     unreported: VecDeque<(u32, Sampled)>,
     /// Characters seen.
     seen: u32,
     /// Characters released.
     released: u32,
-    usage: Usage,
+    pub(super) usage: Usage,
 }
 
-impl CompletionOutput {
-    /// The next text; `None` after the one with the finish reason. Cancel-safe.
-    async fn next(&mut self) -> Option<Result<Delta, Failure>> {
+impl Part for CompletionOutput {
+    type Item = Result<Delta, Failure>;
+
+    /// The next text; `None` after the one with the finish reason.
+    fn poll_item(&mut self, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         loop {
-            let source = self.source.as_mut()?;
+            let Some(source) = &mut self.source else { return Poll::Ready(None) };
             let event = match source.first.take() {
                 Some(event) => Some(event),
-                None => source.generation.events.recv().await,
+                None => match source.generation.events.poll_recv(cx) {
+                    Poll::Ready(event) => event,
+                    Poll::Pending => return Poll::Pending,
+                },
             };
-            let result = match event {
+            let mut result = match event {
                 Some(Event::Token(sampled)) => self.token(sampled),
                 Some(Event::Finished { reason, usage }) => {
                     self.usage = usage;
@@ -244,24 +334,39 @@ impl CompletionOutput {
                 }
                 Some(Event::Failed { kind, message }) => {
                     self.source = None;
-                    return Some(Err(Failure { kind, message }));
+                    return Poll::Ready(Some(Err(Failure { kind, message })));
                 }
                 None => {
                     self.source = None;
-                    return Some(Err(Failure::worker_ended()));
+                    return Poll::Ready(Some(Err(Failure::worker_ended())));
                 }
             };
             if result.finish.is_some() {
                 self.source = None;
             }
+            if let Some(prompt) = self.echo.take() {
+                result.text.insert_str(0, &prompt);
+            }
             if result.finish.is_some() || !result.text.is_empty() {
-                return Some(Ok(result));
+                return Poll::Ready(Some(Ok(result)));
             }
         }
+    }
+}
+
+impl CompletionOutput {
+    /// The rest of the output.
+    pub(super) async fn whole(&mut self) -> Result<Delta, Failure> {
+        let mut all = Delta::default();
+        while let Some(delta) = poll_fn(|cx| self.poll_item(cx)).await {
+            all.add(delta?);
+        }
+        Ok(all)
     }
 
     fn token(&mut self, sampled: Sampled) -> Delta {
         let mut pieces = Vec::new();
+        self.ids.push(sampled.token);
         self.pieces.push(sampled, &mut pieces);
         self.usage.completion_tokens = self.pieces.tokens();
         self.read(pieces)
@@ -349,8 +454,8 @@ impl Head {
     }
 }
 
-fn choice(text: &str, logprobs: &Value, finish_reason: Option<&str>) -> Value {
-    json!([{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}])
+fn choice(index: usize, text: &str, logprobs: &Value, finish_reason: Option<&str>) -> Value {
+    json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason})
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -364,7 +469,7 @@ enum Phase {
 /// The frames of a streamed completion.
 struct CompletionStream {
     state: Arc<AppState>,
-    output: CompletionOutput,
+    outputs: Merged<CompletionOutput>,
     timer: RequestTimer,
     head: Head,
     phase: Phase,
@@ -373,33 +478,31 @@ struct CompletionStream {
 impl CompletionStream {
     /// Collects the whole answer.
     async fn whole(mut self) -> Result<Response, ApiError> {
-        let mut all = Delta::default();
-        while let Some(delta) = self.output.next().await {
-            match delta {
-                Ok(delta) => {
-                    all.text += &delta.text;
-                    all.tokens.extend(delta.tokens);
-                    all.finish = delta.finish;
-                }
-                Err(failure) => {
-                    return Err(generate::fail(&self.state, &mut self.timer, &failure));
-                }
-            }
+        let mut choices = Vec::new();
+        for output in &mut self.outputs.parts {
+            let all = output.whole().await;
+            let all = all.map_err(|lost| generate::fail(&self.state, &mut self.timer, &lost))?;
+            let logprobs = output.logprobs(&all.tokens);
+            choices.push(choice(choices.len(), &all.text, &logprobs, all.finish));
         }
-        let usage = self.output.usage;
+        let usage = self.usage();
         self.timer.finish(usage);
-        let logprobs = self.output.logprobs(&all.tokens);
-        let mut response = self.head.response(&choice(&all.text, &logprobs, all.finish));
+        let mut response = self.head.response(&Value::Array(choices));
         response.insert("usage".to_owned(), generate::usage_json(usage, 0));
         Ok(Json(response).into_response())
     }
 
+    fn usage(&self) -> Usage {
+        choices::total(self.outputs.parts.iter().map(|output| output.usage))
+    }
+
     async fn output_frame(&mut self) -> Option<Bytes> {
-        match self.output.next().await? {
+        let (index, delta) = self.outputs.next().await?;
+        match delta {
             Ok(delta) => {
-                let logprobs = self.output.logprobs(&delta.tokens);
-                let choice = choice(&delta.text, &logprobs, delta.finish);
-                let mut response = self.head.response(&choice);
+                let logprobs = self.outputs.parts[index].logprobs(&delta.tokens);
+                let choice = choice(index, &delta.text, &logprobs, delta.finish);
+                let mut response = self.head.response(&json!([choice]));
                 if self.head.include_usage {
                     response.insert("usage".to_owned(), Value::Null);
                 }
@@ -419,14 +522,14 @@ impl sse::Frames for CompletionStream {
             if let Some(frame) = self.output_frame().await {
                 return Some(frame);
             }
-            self.timer.finish(self.output.usage);
+            self.timer.finish(self.usage());
             self.phase = if self.head.include_usage { Phase::Usage } else { Phase::Done };
         }
         match self.phase {
             Phase::Usage => {
                 self.phase = Phase::Done;
                 let mut response = self.head.response(&json!([]));
-                let usage = generate::usage_json(self.output.usage, 0);
+                let usage = generate::usage_json(self.usage(), 0);
                 response.insert("usage".to_owned(), usage);
                 Some(sse::data(&response))
             }

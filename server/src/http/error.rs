@@ -81,6 +81,13 @@ impl ApiError {
         }
     }
 
+    /// 401: no key, or a wrong one.
+    pub fn unauthorized() -> Self {
+        let message = "an API key is needed, as `Authorization: Bearer KEY` or `x-api-key: KEY`, and \
+                       none of this server's was sent";
+        Self::client(StatusCode::UNAUTHORIZED, "invalid_api_key", message)
+    }
+
     /// 404: no such model.
     pub fn no_model(name: &str, known: &[String]) -> Self {
         Self {
@@ -198,6 +205,7 @@ impl ApiError {
     /// it. Its 529 is our 503, which it does not know.
     fn to_anthropic(&self, request_id: &str) -> (StatusCode, Value) {
         let kind = match self.status {
+            StatusCode::UNAUTHORIZED => "authentication_error",
             StatusCode::NOT_FOUND => "not_found_error",
             StatusCode::REQUEST_TIMEOUT => "timeout_error",
             StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",

@@ -1,11 +1,14 @@
 //! The steps that the generating endpoints share.
 
+use super::choices;
 use super::error::ApiError;
+use super::format::Wanted;
 use super::metrics::RequestTimer;
 use super::parse::{Failure, Output, ParseSetup};
 use super::prompt::Prepared;
 use super::{AppState, RequestId};
 use crate::engine::{Event, FailureKind, GenerateRequest, Generation, Usage};
+use crate::grammar::{Constraint, GrammarError};
 use axum::body::Body;
 use axum::http::{Request, header};
 use bytes::Bytes;
@@ -41,42 +44,88 @@ pub(super) async fn begin<R: ProtocolRequest>(
 where
     ChunkOf<R>: Send + 'static,
 {
-    let Prepared { generate, recipe, model, max_calls } = prepared;
-    let setup = ParseSetup {
+    let (first, _, timer) = begin_all::<R>(state, prepared, request_id, start, patience).await?;
+    Ok((first, timer))
+}
+
+/// The same for as many answers as are asked for; the first one, the others, and the request's
+/// timer. The others are submitted when the first has begun, so that they find its prompt computed.
+pub(super) async fn begin_all<R: ProtocolRequest>(
+    state: &AppState,
+    prepared: Prepared,
+    request_id: &RequestId,
+    start: Instant,
+    patience: Option<Duration>,
+) -> Result<Begun<ChunkOf<R>>, ApiError>
+where
+    ChunkOf<R>: Send + 'static,
+{
+    let Prepared { mut generate, recipe, model, max_calls, includes_stop, wanted, choices } =
+        prepared;
+    let setup = |generate: &GenerateRequest, id: &str| ParseSetup {
         tokenizer: Arc::clone(&state.tokenizer),
-        generator: R::chunk_generator(&recipe, generate.id.clone(), model),
-        options: recipe.parsing_options,
+        generator: R::chunk_generator(&recipe, id.to_owned(), model.clone()),
+        options: recipe.parsing_options.clone(),
         max_calls,
         logprobs: generate.sampling.want_logprob,
+        includes_stop,
         fingerprint: state.system_fingerprint(),
         prompt_tokens: u32::try_from(generate.prompt.len()).unwrap_or(u32::MAX),
     };
-    let running = submit(state, generate, request_id, start, patience).await?;
-    Ok((Output::new(setup, running.generation, running.first), running.timer))
+    if let Some(wanted) = wanted {
+        generate.constraint = Some(compiled(state, wanted).await?);
+    }
+    let Running { generation, first, timer } =
+        submit(state, generate.clone(), request_id, start, patience).await?;
+    let first = Output::new(setup(&generate, &generate.id), generation, first);
+    let others = (1..choices).map(|choice| {
+        let request = choices::request(&generate, choice);
+        let setup = setup(&request, &generate.id);
+        Ok(Output::new(setup, submit_more(state, request)?, None))
+    });
+    let others = others.collect::<Result<_, ApiError>>()?;
+    Ok((first, others, timer))
 }
+
+/// The first answer, the others, and the timer of the request.
+type Begun<C> = (Output<C>, Vec<Output<C>>, RequestTimer);
 
 /// Collects a whole answer into `response`; gives it with the token counts and how many of the
 /// tokens were reasoning.
 pub(super) async fn whole<P: ProtocolResponse>(
     state: &AppState,
-    mut output: Output<<P::ChunkGenerator as ChunkGenerator>::Chunk>,
+    output: Output<<P::ChunkGenerator as ChunkGenerator>::Chunk>,
     mut timer: RequestTimer,
-    mut response: P,
+    response: P,
 ) -> Result<(Value, Usage, u32), ApiError>
+where
+    <P::ChunkGenerator as ChunkGenerator>::Chunk: Send + 'static,
+{
+    let (response, (usage, reasoning_tokens)) =
+        whole_of(state, output, &mut timer, response).await?;
+    timer.finish(usage);
+    Ok((response, usage, reasoning_tokens))
+}
+
+/// The same for one answer of several.
+pub(super) async fn whole_of<P: ProtocolResponse>(
+    state: &AppState,
+    mut output: Output<<P::ChunkGenerator as ChunkGenerator>::Chunk>,
+    timer: &mut RequestTimer,
+    mut response: P,
+) -> Result<(Value, (Usage, u32)), ApiError>
 where
     <P::ChunkGenerator as ChunkGenerator>::Chunk: Send + 'static,
 {
     while let Some(chunk) = output.next().await {
         match chunk {
             Ok(chunk) => response.accumulate(chunk),
-            Err(failure) => return Err(fail(state, &mut timer, &failure)),
+            Err(failure) => return Err(fail(state, timer, &failure)),
         }
     }
-    let (usage, reasoning_tokens) = output.usage();
-    timer.finish(usage);
     let response = serde_json::to_value(response)
         .map_err(|error| ApiError::internal(format!("write the answer: {error}")))?;
-    Ok((response, usage, reasoning_tokens))
+    Ok((response, output.usage()))
 }
 
 /// Reads the whole body of a JSON request.
@@ -148,11 +197,7 @@ pub(super) async fn submit(
         max_tokens = request.max_tokens,
         "submitting"
     );
-    let retry_after = state.config.retry_after_s;
-    let mut generation = state.engine.submit(request).map_err(|error| {
-        tracing::debug!(request_id = request_id.as_str(), %error, "refused");
-        ApiError::from_submit(&error, retry_after)
-    })?;
+    let mut generation = submit_more(state, request)?;
     let mut timer = RequestTimer::start(&state.metrics, start);
     let waited = match patience {
         None => Ok(generation.events.recv().await),
@@ -169,6 +214,38 @@ pub(super) async fn submit(
         None => return Err(fail(state, &mut timer, &Failure::worker_ended())),
     }
     Ok(Running { generation, first, timer })
+}
+
+/// Submits a request without waiting for anything.
+pub(super) fn submit_more(
+    state: &AppState,
+    request: GenerateRequest,
+) -> Result<Generation, ApiError> {
+    let id = request.id.clone();
+    state.engine.submit(request).map_err(|error| {
+        tracing::debug!(id, %error, "refused");
+        ApiError::from_submit(&error, state.config.retry_after_s)
+    })
+}
+
+/// A constraint that the engine can follow. It is compiled elsewhere: nobody else waits for it.
+pub(super) async fn compiled(state: &AppState, wanted: Wanted) -> Result<Constraint, ApiError> {
+    let Wanted { source, param } = wanted;
+    let Some(grammars) = state.engine.grammars() else {
+        let message = format!("{param}: this server constrains no answers");
+        return Err(ApiError::invalid(&param, message));
+    };
+    grammars.compile(source).await.map_err(|error| match error {
+        GrammarError::Busy { .. } => {
+            ApiError::unavailable("queue_full", error.to_string(), state.config.retry_after_s)
+        }
+        GrammarError::Stuck(_) | GrammarError::NotAllowed(_) => {
+            ApiError::internal(error.to_string())
+        }
+        GrammarError::Invalid(_) | GrammarError::Slow { .. } => {
+            ApiError::invalid(&param, format!("{param}: {error}"))
+        }
+    })
 }
 
 /// Counts and logs a lost output, and says it in the API's terms.

@@ -2,6 +2,7 @@
 
 use super::error::ApiError;
 use super::fields::{Fields, kind_of};
+use super::format;
 use super::prompt::{self, Prepared, Wishes};
 use super::shape::{self, EFFORTS, Member, Shape, THINKING, may, must};
 use super::{AppState, cache_control};
@@ -81,7 +82,11 @@ const TOOL: Shape = Shape::Object(&[
     must("name", Shape::Text),
     may("description", Shape::Text),
     must("input_schema", Shape::Object(&[])),
+    may("strict", Shape::Flag),
 ]);
+
+const FORMAT: Shape =
+    Shape::Tagged("type", &[("json_schema", &[must("schema", Shape::Object(&[]))])]);
 
 const AT_MOST_ONE: &[Member] = &[may("disable_parallel_tool_use", Shape::Flag)];
 
@@ -100,7 +105,7 @@ const FIELDS: &[Member] = &[
     may("system", Shape::TextOrList(&SYSTEM_BLOCK)),
     may("stream", Shape::Flag),
     may("thinking", THINKING),
-    may("output_config", Shape::Object(&[may("effort", EFFORTS)])),
+    may("output_config", Shape::Object(&[may("effort", EFFORTS), may("format", FORMAT)])),
     may("metadata", Shape::Object(&[may("user_id", Shape::Text)])),
     may("tools", Shape::List(&TOOL)),
     may("tool_choice", CHOICE),
@@ -144,6 +149,12 @@ fn read(state: &AppState, mut fields: Fields) -> Result<(ConversationRequest, Wi
             wishes.cache_keep = wishes.cache_keep.max(cache_control::of_blocks(name, list)?);
         }
     }
+    wishes.formats.extend(format::nested(&mut fields, "output_config"));
+    if let Some(Value::Object(config)) = fields.0.get_mut("output_config") {
+        // deepseek-recipe knows no format here, and shows none to the model.
+        config.shift_remove("format");
+    }
+    wishes.strict = format::strict_tools(&mut fields, None, "input_schema")?;
     wishes.max_calls = allowed_calls(&fields);
     let messages = messages(&mut fields)?;
     let start = resolve_start(&mut fields, &messages)?;
@@ -168,12 +179,9 @@ fn refuse_unsupported(fields: &Fields) -> Result<(), ApiError> {
     if fields.get("container").is_some() {
         return Err(ApiError::invalid("container", "container is not supported"));
     }
-    let nested = fields.get("output_config").and_then(|config| config.get("format"));
-    if nested.or(fields.get("output_format")).is_some_and(|format| !format.is_null()) {
-        let name = if nested.is_some() { "output_config" } else { "output_format" };
-        let message = "output is not constrained in this version: a format cannot be guaranteed; \
-                       describe it in the prompt";
-        return Err(ApiError::invalid(name, message));
+    if fields.get("output_format").is_some() {
+        let message = "output_format is not supported: use format in output_config";
+        return Err(ApiError::invalid("output_format", message));
     }
     Ok(())
 }

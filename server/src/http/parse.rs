@@ -6,6 +6,7 @@
 //! place of token ids, and each piece's number rides through it in the log probability field; the
 //! real values are put in before an API's own generator sees them, once per token.
 
+use super::choices::Part;
 use super::pieces::{Piece, PieceStream, token_text};
 use crate::engine::{Event, FailureKind, FinishReason, Generation, Usage};
 use deepseek_recipe::stream::{
@@ -16,6 +17,7 @@ use dsv4_model::sample::Sampled;
 use dsv4_model::text::Tokenizer;
 use futures_util::stream::{BoxStream, Stream, StreamExt};
 use std::collections::VecDeque;
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
@@ -216,6 +218,8 @@ struct Generator<G> {
     tokenizer: Arc<Tokenizer>,
     /// Whether log probabilities are reported.
     logprobs: bool,
+    /// Whether a stop text that ended the answer is a part of it.
+    includes_stop: bool,
     /// Calls that may be given out; the parser swallows the markup of all of them.
     calls_left: u32,
     /// Whether the call being parsed is given out.
@@ -223,10 +227,17 @@ struct Generator<G> {
     any_call: bool,
 }
 
-impl<G: ChunkGenerator> ChunkGenerator for Generator<G> {
+impl<G: ChunkGenerator<Chunk: Send>> ChunkGenerator for Generator<G> {
     type Chunk = G::Chunk;
 
     async fn generate(&mut self, mut chunk: OutputChunk) -> Vec<G::Chunk> {
+        let mut before = Vec::new();
+        if let OutputChunk::Finish { stop_sequence: Some(text), .. } = &chunk
+            && self.includes_stop
+        {
+            let content = OutputChunk::Content { content: text.clone(), logprobs: None };
+            before = self.inner.generate(content).await;
+        }
         match &mut chunk {
             OutputChunk::Content { logprobs, .. } => *logprobs = self.report(logprobs.take()),
             OutputChunk::Reasoning { logprobs, .. } => {
@@ -261,7 +272,8 @@ impl<G: ChunkGenerator> ChunkGenerator for Generator<G> {
         if of_call && !self.in_call {
             return Vec::new();
         }
-        self.inner.generate(chunk).await
+        before.extend(self.inner.generate(chunk).await);
+        before
     }
 }
 
@@ -321,6 +333,8 @@ pub(super) struct ParseSetup<G> {
     pub(super) max_calls: u32,
     /// Whether log probabilities are reported.
     pub(super) logprobs: bool,
+    /// Whether a stop text that ended the answer is a part of it.
+    pub(super) includes_stop: bool,
     pub(super) fingerprint: String,
     pub(super) prompt_tokens: u32,
 }
@@ -356,6 +370,7 @@ impl<C: Send + 'static> Output<C> {
             log: log.clone(),
             tokenizer: setup.tokenizer,
             logprobs: setup.logprobs,
+            includes_stop: setup.includes_stop,
             calls_left: setup.max_calls,
             in_call: false,
             any_call: false,
@@ -370,13 +385,7 @@ impl<C: Send + 'static> Output<C> {
     /// The next chunk; `None` after the last one of a complete answer, and after a failure.
     /// Cancel-safe.
     pub(super) async fn next(&mut self) -> Option<Result<C, Failure>> {
-        let failure = match self.chunks.as_mut()?.next().await {
-            Some(Ok(chunk)) => return Some(Ok(chunk)),
-            Some(Err(message)) => Some(Failure::internal(message)),
-            None => self.log.lock().lost(),
-        };
-        self.chunks = None;
-        failure.map(Err)
+        poll_fn(|cx| self.poll_item(cx)).await
     }
 
     /// Whether the engine gave a token.
@@ -394,6 +403,22 @@ impl<C: Send + 'static> Output<C> {
             ..Usage::default()
         });
         (usage, log.reasoning_tokens)
+    }
+}
+
+impl<C: Send + 'static> Part for Output<C> {
+    type Item = Result<C, Failure>;
+
+    fn poll_item(&mut self, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let Some(chunks) = &mut self.chunks else { return Poll::Ready(None) };
+        let failure = match chunks.poll_next_unpin(cx) {
+            Poll::Pending => return Poll::Pending,
+            Poll::Ready(Some(Ok(chunk))) => return Poll::Ready(Some(Ok(chunk))),
+            Poll::Ready(Some(Err(message))) => Some(Failure::internal(message)),
+            Poll::Ready(None) => self.log.lock().lost(),
+        };
+        self.chunks = None;
+        Poll::Ready(failure.map(Err))
     }
 }
 

@@ -3,6 +3,7 @@
 
 use super::error::ApiError;
 use super::fields::Fields;
+use super::format::{self, Asked, Strict, Wanted};
 use super::sampling::{self, Stops};
 use super::{AppState, cache_control, shape};
 use crate::engine::{CacheKeep, GenerateRequest, Turn};
@@ -93,6 +94,17 @@ pub(super) struct Wishes {
     pub(super) max_tokens: Option<u32>,
     /// Tool calls that the client accepts.
     pub(super) max_calls: u32,
+    /// Least tokens to generate.
+    min_tokens: u32,
+    /// Answers that are wanted.
+    pub(super) choices: u32,
+    /// Whether a stop text that ends the answer is a part of it.
+    includes_stop: bool,
+    /// What the answer's text must be.
+    pub(super) formats: Vec<Asked>,
+    /// Tools whose arguments must fit their schemas.
+    pub(super) strict: Strict,
+    ignores_eos: bool,
     cache_salt: String,
     pub(super) cache_keep: CacheKeep,
     turn: Turn,
@@ -116,6 +128,12 @@ impl Wishes {
             stops: sampling::stops(fields, stops, &state.tokenizer, info)?,
             max_tokens: None,
             max_calls: u32::MAX,
+            min_tokens: sampling::min_tokens(fields)?,
+            choices: 1,
+            includes_stop: fields.flag("include_stop_str_in_output")?.unwrap_or(false),
+            formats: format::extras(fields)?,
+            strict: Strict::new(),
+            ignores_eos: fields.flag("ignore_eos")?.unwrap_or(false),
             cache_salt: fields.cache_salt()?,
             cache_keep: cache_control::read(fields)?,
             turn: fields.turn()?,
@@ -136,6 +154,12 @@ pub(super) struct Prepared {
     pub(super) model: String,
     /// Tool calls that the client accepts.
     pub(super) max_calls: u32,
+    /// Whether a stop text that ends the answer is a part of it.
+    pub(super) includes_stop: bool,
+    /// What the answer must be.
+    pub(super) wanted: Option<Wanted>,
+    /// Answers that are wanted.
+    pub(super) choices: u32,
 }
 
 impl Prepared {
@@ -148,6 +172,10 @@ impl Prepared {
         wishes: Wishes,
         param: &str,
     ) -> Result<Self, ApiError> {
+        let asked = format::only(wishes.formats)?;
+        let (strict, calls) = (&wishes.strict, wishes.max_calls);
+        let wanted = format::of_answer(state, asked.as_ref(), strict, &recipe, calls)?;
+        sampling::ends(wanted.as_ref(), wishes.ignores_eos)?;
         let Wishes { model, mut sampling, stops, max_tokens, max_calls, .. } = wishes;
         recipe.parsing_options.stop_sequences = stops.texts;
         // Markup that the client cannot use is swallowed, not shown as text.
@@ -169,12 +197,15 @@ impl Prepared {
             prompt,
             max_tokens,
             stop_tokens: stops.tokens,
+            min_tokens: sampling::no_more_than(wishes.min_tokens, max_tokens)?,
+            constraint: None,
             sampling,
             cache_salt: wishes.cache_salt,
             cache_keep: wishes.cache_keep,
             turn: wishes.turn,
         };
-        Ok(Self { generate, recipe, model, max_calls })
+        let (includes_stop, choices) = (wishes.includes_stop, wishes.choices);
+        Ok(Self { generate, recipe, model, max_calls, includes_stop, wanted, choices })
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::error::ApiError;
 use super::fields::{Fields, kind_of};
+use super::format;
 use super::prompt::{self, Prepared, Wishes};
 use super::shape::{self, EFFORTS, Member, Shape, may, must};
 use super::{AppState, only_one_choice};
@@ -175,6 +176,8 @@ pub(super) fn prepare(
     refuse_unsupported(&fields)?;
     shape::check_fields(&fields, FIELDS)?;
     let echo = echo(&fields)?;
+    wishes.formats.extend(format::nested(&mut fields, "text"));
+    wishes.strict = format::strict_tools(&mut fields, None, "parameters")?;
     wishes.max_calls = allowed_calls(&fields);
     wishes.max_tokens = fields.at_least("max_output_tokens", 1)?;
     if let Some(most) = wishes.max_tokens {
@@ -220,13 +223,6 @@ fn refuse_unsupported(fields: &Fields) -> Result<(), ApiError> {
         let message =
             "background is not supported: nothing is stored that could be asked for later";
         return Err(ApiError::invalid("background", message));
-    }
-    let strict = fields.get("text").and_then(|text| text.get("format")?.get("strict")?.as_bool());
-    if strict == Some(true) {
-        let message = "output is not constrained in this version: a strict json_schema cannot be \
-                       guaranteed; json_object and json_schema without strict are put into the \
-                       prompt";
-        return Err(ApiError::invalid("text", message));
     }
     Ok(())
 }

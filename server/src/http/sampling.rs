@@ -2,6 +2,7 @@
 
 use super::error::ApiError;
 use super::fields::{Fields, kind_of, shown};
+use super::format::Wanted;
 use crate::engine::EngineInfo;
 use dsv4_model::sample::SamplingParams;
 use dsv4_model::text::Tokenizer;
@@ -102,6 +103,35 @@ fn logit_bias(fields: &Fields, vocab_size: u32) -> Result<Vec<(u32, f32)>, ApiEr
     biases.sort_by_key(|&(token, _)| token);
     biases.dedup_by_key(|&mut (token, _)| token);
     Ok(biases)
+}
+
+/// `min_tokens`, as in vLLM: no token that ends the output comes before so many others.
+pub(super) fn min_tokens(fields: &Fields) -> Result<u32, ApiError> {
+    Ok(fields.at_least("min_tokens", 0)?.unwrap_or(0))
+}
+
+/// Refuses a least number of tokens that is above the largest.
+pub(super) fn no_more_than(min_tokens: u32, max_tokens: u32) -> Result<u32, ApiError> {
+    if min_tokens > max_tokens {
+        let message =
+            format!("min_tokens is {min_tokens}, and at most {max_tokens} can be generated");
+        return Err(ApiError::invalid("min_tokens", message));
+    }
+    Ok(min_tokens)
+}
+
+/// Refuses to go on after the end of what is constrained.
+pub(super) fn ends(wanted: Option<&Wanted>, ignores_eos: bool) -> Result<(), ApiError> {
+    match wanted {
+        Some(wanted) if ignores_eos => {
+            let message = format!(
+                "ignore_eos does not go with {}, which says where the answer ends",
+                wanted.param
+            );
+            Err(ApiError::invalid("ignore_eos", message))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Where an output ends, other than by its length.

@@ -8,8 +8,6 @@ use serde_json::{Map, Value};
 /// What a JSON value must look like.
 #[derive(Debug)]
 pub(super) enum Shape {
-    /// Not looked at.
-    Any,
     Text,
     Flag,
     /// An integer from 0 up.
@@ -70,9 +68,9 @@ pub(super) fn check_part(at: &str, part: &Value, shape: &Shape) -> Result<(), Ap
 fn check(at: &str, value: &Value, shape: &Shape) -> Result<(), String> {
     let wanted = |what: &str| Err(format!("{at} is {}, and must be {what}", shown(value)));
     match (shape, value) {
-        (Shape::Any, _)
-        | (Shape::Text | Shape::TextOrList(_), Value::String(_))
-        | (Shape::Flag, Value::Bool(_)) => Ok(()),
+        (Shape::Text | Shape::TextOrList(_), Value::String(_)) | (Shape::Flag, Value::Bool(_)) => {
+            Ok(())
+        }
         (Shape::Text, _) => wanted("a string"),
         (Shape::Flag, _) => wanted("true or false"),
         (Shape::Count, _) if value.is_u64() => Ok(()),

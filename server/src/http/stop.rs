@@ -7,6 +7,8 @@
 #[derive(Debug)]
 pub(super) struct StopMatcher {
     stops: Vec<String>,
+    /// Whether the stop text itself is given out.
+    includes: bool,
     /// Text not given out: a proper beginning of some stop text.
     held: String,
 }
@@ -14,16 +16,17 @@ pub(super) struct StopMatcher {
 /// What can be given out.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Released {
-    /// Text before any stop text.
+    /// Text before any stop text, or with it.
     pub(super) text: String,
     /// Whether a stop text followed; nothing comes after it.
     pub(super) stopped: bool,
 }
 
 impl StopMatcher {
-    /// Matcher for some stop texts, none of them empty.
-    pub(super) fn new(stops: Vec<String>) -> Self {
-        Self { stops, held: String::new() }
+    /// Matcher for some stop texts, none of them empty. With `includes` the one that is found is
+    /// given out as well.
+    pub(super) fn new(stops: Vec<String>, includes: bool) -> Self {
+        Self { stops, includes, held: String::new() }
     }
 
     /// Adds text.
@@ -34,9 +37,9 @@ impl StopMatcher {
             .iter()
             .filter_map(|stop| self.held.find(stop).map(|start| (start + stop.len(), start)))
             .min();
-        if let Some((_, start)) = first {
+        if let Some((end, start)) = first {
             let mut text = std::mem::take(&mut self.held);
-            text.truncate(start);
+            text.truncate(if self.includes { end } else { start });
             return Released { text, stopped: true };
         }
         let keep = self.stops.iter().map(|stop| overlap(&self.held, stop)).max().unwrap_or(0);
@@ -64,7 +67,8 @@ mod tests {
     use super::*;
 
     fn feed(parts: &[&str], stops: &[&str]) -> (String, bool) {
-        let mut matcher = StopMatcher::new(stops.iter().map(|&stop| stop.to_owned()).collect());
+        let mut matcher =
+            StopMatcher::new(stops.iter().map(|&stop| stop.to_owned()).collect(), false);
         let mut out = String::new();
         for part in parts {
             let released = matcher.push(part);
@@ -102,8 +106,19 @@ mod tests {
     }
 
     #[test]
+    fn the_stop_text_is_given_out_where_that_is_wanted() {
+        for (cut, expected) in [(0, "a</b>"), (3, "a</b>"), (5, "a</b>")] {
+            let mut matcher = StopMatcher::new(vec!["</b>".to_owned()], true);
+            let (one, two) = "a</b>c".split_at(cut);
+            let mut text = matcher.push(one).text;
+            text += &matcher.push(two).text;
+            assert_eq!(text, expected, "cut at {cut}");
+        }
+    }
+
+    #[test]
     fn only_what_may_become_a_stop_text_is_held() {
-        let mut matcher = StopMatcher::new(vec!["<end>".to_owned()]);
+        let mut matcher = StopMatcher::new(vec!["<end>".to_owned()], false);
         assert_eq!(matcher.push("hi <e").text, "hi ");
         assert_eq!(matcher.push("x").text, "<ex");
         assert_eq!(matcher.push("<end").text, "");

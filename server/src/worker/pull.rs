@@ -349,6 +349,12 @@ impl Worker {
                 return self.unwound(id);
             }
         };
+        // A worker that understood the request otherwise must not decide how its answer begins.
+        if let Err(error) = seq.check_first(first.sampled.token, vocab) {
+            tracing::warn!(sequence = id, %error, "first token refused");
+            seq.state = State::Unwinding { recompute: true };
+            return self.unwound(id);
+        }
         seq.computed = first.tokens;
         seq.cached = first.cached;
         seq.from_tiers = first.cached_below;

@@ -1,10 +1,11 @@
 //! The prefill side of a hand-off: prompts of decode workers, and the pages lent to them.
 
 use super::sequence::{Origin, Sequence};
-use super::{PeerKey, Worker, pages};
+use super::{PeerKey, Worker, WorkerMsg, pages};
 use crate::engine::FailureKind;
 use crate::glue::handoff::{TagBinding, offer, page_of};
 use crate::glue::payload::{FirstToken, PrefillRequest};
+use crate::grammar::{GrammarError, Live};
 use crate::scheduler::SeqId;
 use dsv4_model::sample::Sampled;
 use kv_pool::{BLOCK_TOKENS, Owner, PageRef, PlanEntry, PoolKind, Proof, handoff_plan, plan_hash};
@@ -38,6 +39,15 @@ pub(super) struct Lent {
     seq: SeqId,
     reader: Owner,
     pages: BTreeSet<PageRef>,
+}
+
+/// A peer's prompt, and where it stands.
+#[derive(Debug)]
+pub(super) struct Asked {
+    peer: PeerKey,
+    request: PrefillRequest,
+    /// Blocks that the peer has already.
+    have: u32,
 }
 
 impl Worker {
@@ -74,6 +84,48 @@ impl Worker {
         let vocab = self.model.config().vocab_size;
         let request = PrefillRequest::decode(request, vocab)
             .map_err(|error| (code::BAD_REQUEST, error.to_string()))?;
+        self.could_take(&request, have)?;
+        let asked = Asked { peer, request, have };
+        let Some(source) = asked.request.source.clone() else {
+            self.take_prompt(attempt, asked, None);
+            return Ok(());
+        };
+        let Some((grammars, inbox)) = self.grammars.clone() else {
+            let text = "this prefill worker constrains no answers".to_owned();
+            return Err((code::BAD_REQUEST, text));
+        };
+        // What there is of the output already; a sequence that was retracted brings some along.
+        let output = asked.request.prompt.len() - asked.request.output as usize;
+        let output = asked.request.prompt[output..].to_vec();
+        self.compiling.insert(attempt, asked);
+        // Others go on while the grammar is compiled; the mask of the first token comes with it.
+        grammars.compile_then(source, move |result| {
+            let result = result.and_then(|constraint| constraint.resume(&output));
+            // A worker that has ended needs no grammar.
+            drop(inbox.send(WorkerMsg::Compiled { attempt, result }));
+        });
+        Ok(())
+    }
+
+    /// The grammar of a peer's prompt is there, or will not be.
+    pub(super) fn compiled(&mut self, attempt: AttemptId, result: Result<Live, GrammarError>) {
+        // It may have been called off meanwhile.
+        let Some(asked) = self.compiling.remove(&attempt) else { return };
+        let said = match result {
+            Ok(live) => self.could_take(&asked.request, asked.have).map(|()| {
+                self.take_prompt(attempt, asked, Some(live));
+            }),
+            Err(error @ GrammarError::Busy { .. }) => Err((code::BUSY, error.to_string())),
+            Err(error) => Err((code::BAD_REQUEST, error.to_string())),
+        };
+        if let Err((code, text)) = said {
+            tracing::warn!(%attempt, code, text, "prefill request refused");
+            self.command(attempt, |driver| driver.reject(attempt, code, &text));
+        }
+    }
+
+    /// Whether a peer's prompt can be computed here.
+    fn could_take(&self, request: &PrefillRequest, have: u32) -> Result<(), (u16, String)> {
         let (tokens, limit) = (request.prompt.len(), self.config.context_length as usize);
         if tokens > limit {
             let text = format!("the prompt has {tokens} tokens, this prefill worker takes {limit}");
@@ -91,21 +143,29 @@ impl Worker {
         if self.shared.draining.load(Ordering::Acquire) {
             return Err((code::BUSY, "this prefill worker is shutting down".to_owned()));
         }
-        if self.scheduler.waiting() >= self.config.max_queued as usize {
-            let text = format!("{} prompts are waiting already", self.scheduler.waiting());
+        let waiting = self.scheduler.waiting() + self.compiling.len();
+        if waiting >= self.config.max_queued as usize {
+            let text = format!("{waiting} prompts are waiting already");
             return Err((code::BUSY, text));
         }
-        let Some(link) = &self.link else { return Ok(()) };
+        Ok(())
+    }
+
+    /// Queues a peer's prompt.
+    fn take_prompt(&mut self, attempt: AttemptId, asked: Asked, live: Option<Live>) {
+        let Asked { peer, request, have } = asked;
+        let Some(link) = &self.link else { return };
+        let tokens = request.prompt.len();
+        let need = pages::need(&self.config, tokens, 0);
         let id = self.next_id;
         self.next_id += 1;
         let context = Arc::new(TagBinding::new(link.fingerprint, &request.prompt));
         let plan = handoff_plan(self.pools.geometry(), tokens as u32, have);
         let origin = Origin::Peer { attempt, plan, blocks_offered: have, offered: Manifest::new() };
-        let seq = Sequence::of_peer(id, request, origin, peer, context);
+        let seq = Sequence::of_peer(id, request, live, origin, (peer, context));
         self.sequences.insert(id, seq);
         self.attempts.insert(attempt, id);
         self.enqueue(id, need);
-        Ok(())
     }
 
     /// Offers blocks that have become complete, while the rest of the prompt is computed.
@@ -203,6 +263,7 @@ impl Worker {
 
     /// The peer has called the attempt off, or is gone: stop computing.
     pub(super) fn cancelled(&mut self, attempt: AttemptId) {
+        self.compiling.remove(&attempt);
         if let Some(id) = self.attempts.get(&attempt).copied() {
             self.cancel(id);
         }

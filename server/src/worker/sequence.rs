@@ -5,8 +5,9 @@ use super::faults::PeerName;
 use crate::engine::{CacheKeep, Event, FailureKind, FinishReason, GenerateRequest, Turn, Usage};
 use crate::glue::handoff::TagBinding;
 use crate::glue::payload::PrefillRequest;
+use crate::grammar::{GrammarError, Live, Progress, Source};
 use crate::scheduler::{PageNeed, SeqId};
-use dsv4_model::sample::{Sampled, SamplingParams};
+use dsv4_model::sample::{Sampled, SamplingParams, TokenMask};
 use hicache::tiers::FetchId;
 use kv_pool::{ChainHash, Owner, PageRef, PageTable, PlanEntry};
 use pd_transfer::manifest::Manifest;
@@ -91,6 +92,12 @@ pub(super) struct Sequence {
     pub(super) turn: Turn,
     pub(super) max_tokens: u32,
     pub(super) stop_tokens: Vec<u32>,
+    /// Tokens before which no stop token is drawn.
+    pub(super) min_tokens: u32,
+    /// What the output must be, for a prefill worker to hear.
+    pub(super) source: Option<Arc<Source>>,
+    /// The grammar of that, as far as the output has come.
+    pub(super) live: Option<Live>,
     /// Prompt tokens that a cache had, here or at the peer that computed the prompt.
     pub(super) cached: u32,
     /// Tokens after which the prompt's computation stops next.
@@ -124,9 +131,10 @@ impl Sequence {
     pub(super) fn of_client(
         id: SeqId,
         request: GenerateRequest,
+        live: Option<Live>,
         events: UnboundedSender<Event>,
     ) -> Self {
-        let GenerateRequest { max_tokens, stop_tokens, .. } = request;
+        let GenerateRequest { max_tokens, stop_tokens, min_tokens, constraint, .. } = request;
         let GenerateRequest { prompt, sampling, cache_salt, cache_keep, turn, .. } = request;
         let request = PrefillRequest {
             id: request.id,
@@ -136,21 +144,23 @@ impl Sequence {
             cache_salt,
             cache_keep,
             turn,
+            not_first: Vec::new(),
+            source: constraint.map(|constraint| constraint.source),
         };
         let waiting = Self::waiting(id, request, Origin::Client { events });
-        Self { max_tokens, stop_tokens, ..waiting }
+        Self { max_tokens, stop_tokens, min_tokens, live, ..waiting }
     }
 
     /// One whose prompt a peer wants computed, with its first token.
     pub(super) fn of_peer(
         id: SeqId,
         request: PrefillRequest,
+        live: Option<Live>,
         origin: Origin,
-        peer: PeerKey,
-        context: Arc<TagBinding>,
+        (peer, context): (PeerKey, Arc<TagBinding>),
     ) -> Self {
         let waiting = Self::waiting(id, request, origin);
-        Self { context: Some(context), peer: Some(peer), ..waiting }
+        Self { context: Some(context), peer: Some(peer), live, ..waiting }
     }
 
     fn waiting(id: SeqId, request: PrefillRequest, origin: Origin) -> Self {
@@ -171,7 +181,11 @@ impl Sequence {
             keep: request.cache_keep,
             turn: request.turn,
             max_tokens: 1,
-            stop_tokens: Vec::new(),
+            // Of a peer's output one token more is drawn here.
+            min_tokens: if request.not_first.is_empty() { 0 } else { request.output + 1 },
+            stop_tokens: request.not_first,
+            source: request.source,
+            live: None,
             cached: 0,
             leg_end: 0,
             chain: Vec::new(),
@@ -201,6 +215,8 @@ impl Sequence {
             cache_salt: self.salt.clone(),
             cache_keep: self.keep,
             turn: self.turn,
+            not_first: if self.is_short() { self.stop_tokens.clone() } else { Vec::new() },
+            source: self.source.clone(),
         }
     }
 
@@ -245,6 +261,32 @@ impl Sequence {
         }
     }
 
+    /// Tokens that the output must have before a stop token may come; whether it has not.
+    fn is_short(&self) -> bool {
+        self.tokens.len() - self.prompt_len < self.min_tokens as usize
+    }
+
+    /// Tokens that may come next; none said means all.
+    pub(super) fn allowed(&mut self, vocab: usize) -> Result<Option<Arc<TokenMask>>, GrammarError> {
+        let is_short = self.is_short();
+        let mask = self.live.as_mut().map(Live::mask).transpose()?.cloned();
+        if !is_short {
+            return Ok(mask);
+        }
+        let mut longer = mask.as_deref().cloned().unwrap_or_else(|| TokenMask::all(vocab));
+        self.stop_tokens.iter().for_each(|token| longer.forbid(*token));
+        // A text that is complete ends, however short it is.
+        Ok(if longer.is_empty() { mask } else { Some(Arc::new(longer)) })
+    }
+
+    /// Whether an output may begin with a token that a peer drew.
+    pub(super) fn check_first(&mut self, token: u32, vocab: usize) -> Result<(), GrammarError> {
+        match self.allowed(vocab)? {
+            Some(mask) if !mask.allows(token) => Err(GrammarError::NotAllowed(token)),
+            _ => Ok(()),
+        }
+    }
+
     /// Takes the next token, wherever it came from; says whether the output goes on.
     pub(super) fn commit(&mut self, sampled: Sampled) -> Commit {
         let Origin::Client { events } = &self.origin else { return Commit::Ended };
@@ -253,10 +295,18 @@ impl Sequence {
         if self.stop_tokens.contains(&token) {
             return self.finish(FinishReason::Stop, output);
         }
+        let progress = match self.live.as_mut().map(|live| live.accept(token)) {
+            Some(Err(error)) => return Commit::Failed(error.to_string()),
+            Some(Ok(progress)) => progress,
+            None => Progress::GoesOn,
+        };
         if events.send(Event::Token(sampled)).is_err() {
             return Commit::Gone;
         }
         self.tokens.push(token);
+        if progress == Progress::Complete {
+            return self.finish(FinishReason::Stop, output + 1);
+        }
         if output + 1 >= self.max_tokens {
             return self.finish(FinishReason::Length, output + 1);
         }
@@ -275,7 +325,7 @@ impl Sequence {
 }
 
 /// What becomes of a sequence after a token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Commit {
     /// More tokens are wanted.
     GoesOn,
@@ -283,4 +333,6 @@ pub(super) enum Commit {
     Ended,
     /// The client has gone.
     Gone,
+    /// The output can not be what it must be; says why.
+    Failed(String),
 }

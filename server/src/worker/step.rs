@@ -4,7 +4,7 @@ use super::Worker;
 use super::sequence::{Commit, Origin, State};
 use crate::engine::FailureKind;
 use crate::scheduler::{SeqId, Share};
-use dsv4_model::sample::{Sampled, sample};
+use dsv4_model::sample::{Sampled, sample_among};
 use dsv4_model::{Batch, CacheMem, LogitsWanted, SeqSpan};
 use kv_pool::PoolKind;
 
@@ -111,9 +111,13 @@ impl Worker {
     fn draw(&mut self, id: SeqId, row: usize) -> Result<Sampled, String> {
         let vocab = self.model.config().vocab_size;
         let logits = &mut self.output.logits[row * vocab..(row + 1) * vocab];
-        let seq = &self.sequences[&id];
+        let Some(seq) = self.sequences.get_mut(&id) else {
+            return Err("the sequence has gone".to_owned());
+        };
+        let allowed = seq.allowed(vocab).map_err(|error| error.to_string())?;
         let (prompt, output) = seq.tokens.split_at(seq.prompt_len);
-        sample(logits, &seq.sampling, prompt, output, seq.tokens.len() as u32)
+        let position = seq.tokens.len() as u32;
+        sample_among(logits, &seq.sampling, prompt, output, position, allowed.as_deref())
             .map_err(|error| error.to_string())
     }
 
@@ -137,6 +141,7 @@ impl Worker {
                 self.numbers.ended[1] += 1;
                 self.drop_sequence(id);
             }
+            Commit::Failed(message) => self.end_failed(id, FailureKind::Internal, &message),
         }
     }
 }

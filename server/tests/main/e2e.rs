@@ -10,6 +10,8 @@ mod cache;
 mod client;
 #[path = "e2e/cluster.rs"]
 mod cluster;
+#[path = "e2e/constrained.rs"]
+mod constrained;
 #[path = "e2e/corpus.rs"]
 mod corpus;
 #[path = "e2e/damage.rs"]
@@ -26,6 +28,8 @@ mod folder;
 mod found;
 #[path = "e2e/kv_events.rs"]
 mod kv_events;
+#[path = "e2e/node_clients.rs"]
+mod node_clients;
 #[path = "e2e/prefix.rs"]
 mod prefix;
 #[path = "e2e/processes.rs"]

@@ -8,6 +8,8 @@ use dsv4_server::engine::{
     Generation, Health, Metric, MetricKind, PoolView, Stats, SubmitError, TierView, Usage,
     WorkerView,
 };
+use dsv4_server::grammar::{Grammars, Limits};
+use dsv4_server::http::access::{Access, protect};
 use dsv4_server::http::{HttpConfig, router, serve};
 use std::collections::VecDeque;
 use std::path::Path;
@@ -49,6 +51,12 @@ pub(crate) struct FakeEngine {
     opened: UnboundedSender<Opened>,
 }
 
+/// What compiles constraints for the mini model.
+pub(crate) static GRAMMARS: LazyLock<Grammars> = LazyLock::new(|| {
+    let eos = TOKENIZER.token_id("<｜end▁of▁sentence｜>").unwrap();
+    Grammars::new(Arc::clone(&TOKENIZER), TOKENIZER.vocab_size(), eos, Limits::default()).unwrap()
+});
+
 struct Opened(Open);
 
 impl std::fmt::Debug for Opened {
@@ -77,6 +85,10 @@ impl Engine for FakeEngine {
 
     fn info(&self) -> &EngineInfo {
         &self.info
+    }
+
+    fn grammars(&self) -> Option<&Grammars> {
+        Some(&GRAMMARS)
     }
 
     fn stats(&self) -> Stats {
@@ -136,6 +148,15 @@ impl Server {
     }
 
     pub(crate) async fn with(configure: impl FnOnce(&mut HttpConfig)) -> Self {
+        Self::built(configure, Access::default()).await
+    }
+
+    /// One that asks for keys, or lets pages of other origins ask.
+    pub(crate) async fn protected(access: Access) -> Self {
+        Self::built(|_| {}, access).await
+    }
+
+    async fn built(configure: impl FnOnce(&mut HttpConfig), access: Access) -> Self {
         let (opened_sender, opened) = unbounded_channel();
         let info = EngineInfo {
             model_id: "dsv4-mini".to_owned(),
@@ -159,7 +180,7 @@ impl Server {
         config.aliases.push("deepseek-chat".to_owned());
         configure(&mut config);
         let header_timeout = config.header_timeout;
-        let app = router(engine.clone(), Arc::clone(&TOKENIZER), config);
+        let app = protect(router(engine.clone(), Arc::clone(&TOKENIZER), config), access);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = Client::new(listener.local_addr().unwrap());
         let (stop, stopped) = oneshot::channel();

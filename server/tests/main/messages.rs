@@ -501,7 +501,7 @@ async fn wrong_options_are_told_what_is_wanted() {
         (json!({"container": "c"}), "container"),
         (
             json!({"output_config": {"format": {"type": "json_schema"}}}),
-            "output is not constrained",
+            "output_config.format.schema is missing",
         ),
     ])
     .await;

@@ -3,9 +3,11 @@
 use dsv4_model::sample::{Sampled, SamplingParams};
 use dsv4_server::engine::CacheKeep;
 use dsv4_server::glue::payload::{self, FirstToken, PrefillRequest};
+use dsv4_server::grammar::Source;
 use dsv4_server::net::kv_events;
 use pd_transfer::wire::MAX_PAYLOAD_BYTES;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 const CORPORA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/corpus");
 const RUNS: u64 = 20_000;
@@ -38,6 +40,8 @@ fn payloads() -> [Vec<u8>; 3] {
         cache_salt: "tenant".to_owned(),
         cache_keep: CacheKeep::Seconds(300),
         turn: dsv4_server::engine::Turn::default(),
+        not_first: vec![7],
+        source: Some(Arc::new(Source { grammar: "start: \"a\"".to_owned(), after: Some(9) })),
     };
     let sampling = SamplingParams {
         logit_bias: vec![(3, -1.0), (4, 2.0)],

@@ -68,8 +68,8 @@ async fn wrong_numbers_are_told_their_true_range() {
                     json!({"max_tokens": "9"}),
                     "max_tokens is a string, and must be an integer from 1 up",
                 ),
-                (json!({"n": 2}), "n is 2, and only 1 is supported in this version"),
-                (json!({"n": true}), "n is a boolean, and must be an integer"),
+                (json!({"n": 200}), "n is 200, and must be an integer from 1 to 128"),
+                (json!({"n": true}), "n is a boolean, and must be an integer from 1 to 128"),
             ],
         )
         .await;
@@ -144,7 +144,7 @@ async fn wrong_chat_options_are_told_without_names_of_the_source_code() {
             (json!({"response_format": "json"}), "response_format is a string, and must be an object"),
             (
                 json!({"response_format": {"type": "xml"}}),
-                "response_format.type is \"xml\", and must be one of text, json_object, json_schema",
+                "response_format.type is \"xml\", and must be one of text, json_object, json_schema, regex",
             ),
             (
                 json!({"response_format": {"type": "json_schema"}}),
@@ -265,8 +265,14 @@ async fn wrong_completion_fields_are_told_what_is_wanted() {
                 json!({"logprobs": true}),
                 "logprobs is a boolean, and must be an integer from 0 to 20",
             ),
-            (json!({"echo": true}), "echo is not supported"),
-            (json!({"best_of": 3}), "best_of is 3, and only 1 is supported in this version"),
+            (
+                json!({"echo": true, "logprobs": 0}),
+                "echo with logprobs is not supported: the prompt has no log probabilities",
+            ),
+            (
+                json!({"best_of": 3}),
+                "best_of is 3, and answers are not ranked here: it can be left out, or be n",
+            ),
             (
                 json!({"add_special_tokens": 1}),
                 "add_special_tokens is 1, and must be true or false",

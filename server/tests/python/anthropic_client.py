@@ -4,6 +4,7 @@ Usage: anthropic_client.py BASE_URL. Prints `ok NAME` for each check that holds;
 does not ends the program with its traceback and exit code 1.
 """
 
+import json
 import sys
 
 import anthropic
@@ -125,6 +126,14 @@ def check_tool_choice(client):
     assert text(none) and all(block.type == "text" for block in none.content), none
     forced = ask(client, FORECAST, tools=[WEATHER], tool_choice={"type": "any", "disable_parallel_tool_use": True})
     assert [block.type for block in forced.content] == ["tool_use"], forced
+
+
+def check_structured_output(client):
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    config = {"format": {"type": "json_schema", "schema": schema | {"additionalProperties": False}}}
+    body = GREEDY | {"output_config": config}
+    message = client.messages.create(**fields("Hi", extra_body=body))
+    assert isinstance(json.loads(message.content[0].text)["ok"], bool), message
 
 
 def check_thinking(client):

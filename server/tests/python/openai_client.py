@@ -137,6 +137,44 @@ def check_tools_in_stream(client):
     assert json.loads(calls[0]["arguments"]) == {"city": "Lima", "days": 3}, calls
 
 
+def check_structured_output(client):
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "word": {"enum": ["yes", "no"]}},
+        "required": ["ok", "word"],
+        "additionalProperties": False,
+    }
+    format = {"type": "json_schema", "json_schema": {"name": "v", "schema": schema, "strict": True}}
+    answer = ask(client, "Hi", response_format=format, max_tokens=100)
+    assert answer.choices[0].finish_reason == "stop", answer
+    verdict = json.loads(answer.choices[0].message.content)
+    assert isinstance(verdict["ok"], bool) and verdict["word"] in ("yes", "no"), verdict
+    assert len(verdict) == 2, verdict
+    content = collect(ask(client, "Hi", response_format=format, max_tokens=100, stream=True))[0]
+    assert json.loads(content) == verdict, content
+    regex = {"structured_outputs": {"regex": "[0-9]{3}-[a-z]{2}"}}
+    text = ask(client, "Hi", extra_body=regex).choices[0].message.content
+    assert len(text) == 6 and text[3] == "-", text
+
+
+def check_strict_tools(client):
+    parameters = WEATHER["function"]["parameters"]
+    parameters = parameters | {"required": ["city", "days"], "additionalProperties": False}
+    strict = {"type": "function", "function": WEATHER["function"] | {"parameters": parameters, "strict": True}}
+    answer = ask(client, "Hi", tools=[strict], tool_choice="required")
+    for call in answer.choices[0].message.tool_calls:
+        found = json.loads(call.function.arguments)
+        assert isinstance(found["city"], str) and isinstance(found["days"], int), found
+
+
+def check_several_answers(client):
+    messages = [{"role": "user", "content": "Tell me a joke."}]
+    fields = {"model": MODEL, "messages": messages, "n": 2, "temperature": 1.3, "seed": 11, "max_tokens": 16}
+    one, two = (client.chat.completions.create(**fields) for _ in range(2))
+    texts = [[choice.message.content for choice in answer.choices] for answer in (one, two)]
+    assert len(texts[0]) == 2 and texts[0] == texts[1], texts
+
+
 def check_tool_choice_none(client):
     answer = ask(client, "Hello", tools=[WEATHER], tool_choice="none")
     assert answer.choices[0].message.tool_calls is None, answer
@@ -217,7 +255,7 @@ def check_too_long_prompt(client):
 
 
 def check_bad_parameters(client):
-    for fields in ({"temperature": 99}, {"top_p": -1}, {"max_tokens": 0}, {"n": 3}, {"top_logprobs": 99}):
+    for fields in ({"temperature": 99}, {"top_p": -1}, {"max_tokens": 0}, {"n": 300}, {"top_logprobs": 99}):
         fields = {"temperature": 0, "logprobs": True} | fields
         call = lambda: client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "Hi"}], **fields

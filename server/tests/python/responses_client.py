@@ -136,6 +136,19 @@ def check_json_format(client):
     assert ask(client, "Hello", text={"format": schema}).status == "completed"
 
 
+def check_structured_output(client):
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "word": {"enum": ["yes", "no"]}},
+        "required": ["ok", "word"],
+        "additionalProperties": False,
+    }
+    format = {"type": "json_schema", "name": "v", "schema": schema, "strict": True}
+    response = ask(client, "Hi", text={"format": format}, max_output_tokens=100)
+    verdict = json.loads(response.output_text)
+    assert isinstance(verdict["ok"], bool) and verdict["word"] in ("yes", "no"), verdict
+
+
 def check_logprobs(client):
     response = ask(client, "Hi", top_logprobs=2, include=["message.output_text.logprobs"])
     part = response.output[0].content[0]

@@ -53,6 +53,8 @@ impl Workers {
             prompt,
             max_tokens,
             stop_tokens: Vec::new(),
+            min_tokens: 0,
+            constraint: None,
             sampling,
             cache_salt: String::new(),
             cache_keep: CacheKeep::AsUsed,

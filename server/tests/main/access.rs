@@ -1,0 +1,90 @@
+//! Keys, and web pages that may ask.
+
+use crate::client::Client;
+use crate::fake::Server;
+use crate::http::{CHAT, assert_error, chat};
+use axum::http::Method;
+use dsv4_server::engine::FinishReason;
+use dsv4_server::http::access::Access;
+use serde_json::json;
+use std::path::Path;
+
+fn access(keys: &[&str], origins: &[&str]) -> Access {
+    let own = |list: &[&str]| list.iter().map(|&text| text.to_owned()).collect::<Vec<_>>();
+    Access::new(&own(keys), None::<&Path>, &own(origins)).unwrap()
+}
+
+async fn ask(client: &Client, path: &str, headers: &[(&str, &str)]) -> (u16, serde_json::Value) {
+    let json = ("content-type", "application/json");
+    let headers: Vec<_> = headers.iter().copied().chain([json]).collect();
+    let answer = client.ask(Method::POST, path, &headers, chat().to_string()).await;
+    (answer.status.as_u16(), answer.json())
+}
+
+#[tokio::test]
+async fn a_key_is_wanted_where_there_are_keys() {
+    let server = Server::protected(access(&["sk-one", "sk-two"], &[])).await;
+    let answer = server.client.post(CHAT, &chat()).await;
+    assert_error(&answer, 401, "invalid_api_key", None, "no key");
+    assert_eq!(answer.header("www-authenticate"), Some("Bearer"));
+    assert!(answer.header("x-request-id").is_some());
+    for wrong in
+        ["Bearer sk-on", "Bearer sk-one1", "Bearer sk-tw0", "Bearer ", "sk-one", "Basic sk-one"]
+    {
+        let (status, _) = ask(&server.client, CHAT, &[("authorization", wrong)]).await;
+        assert_eq!(status, 401, "{wrong}");
+    }
+    assert!(server.engine.submitted.lock().unwrap().is_empty());
+    for right in [
+        ("authorization", "Bearer sk-one"),
+        ("authorization", "bearer sk-two"),
+        ("x-api-key", "sk-two"),
+    ] {
+        server.plan_tokens(&[5], FinishReason::Stop);
+        assert_eq!(ask(&server.client, CHAT, &[right]).await.0, 200, "{right:?}");
+    }
+    for open in ["/", "/health", "/metrics"] {
+        assert_eq!(server.client.get(open).await.status, 200, "{open}");
+    }
+    for closed in ["/stats.json", "/v1/models", "/nothing", "/metricsx"] {
+        assert_eq!(server.client.get(closed).await.status, 401, "{closed}");
+    }
+    let (status, error) = ask(&server.client, "/v1/messages", &[]).await;
+    assert_eq!((status, &error["error"]["type"]), (401, &json!("authentication_error")));
+    server.finish().await;
+}
+
+#[tokio::test]
+async fn pages_of_named_origins_may_ask() {
+    let server = Server::protected(access(&["k"], &["https://a.example"])).await;
+    let preflight = [
+        ("origin", "https://a.example"),
+        ("access-control-request-method", "POST"),
+        ("access-control-request-headers", "authorization, content-type"),
+    ];
+    let answer = server.client.ask(Method::OPTIONS, CHAT, &preflight, "").await;
+    assert_eq!(answer.status, 204);
+    assert_eq!(answer.header("access-control-allow-origin"), Some("https://a.example"));
+    assert_eq!(answer.header("access-control-allow-headers"), Some("authorization, content-type"));
+    let other = [("origin", "https://b.example"), ("access-control-request-method", "POST")];
+    let answer = server.client.ask(Method::OPTIONS, CHAT, &other, "").await;
+    assert_eq!(answer.header("access-control-allow-origin"), None);
+    assert_eq!(answer.header("access-control-allow-methods"), None);
+    // Errors can be read by the page as well.
+    let answer = server.client.ask(Method::POST, CHAT, &[preflight[0]], "").await;
+    assert_eq!((answer.status.as_u16(), answer.header("vary")), (401, Some("origin")));
+    assert_eq!(answer.header("access-control-allow-origin"), Some("https://a.example"));
+    server.finish().await;
+    let server = Server::protected(access(&[], &["*"])).await;
+    let answer = server.client.ask(Method::GET, "/v1/models", &[("origin", "null")], "").await;
+    assert_eq!(
+        (answer.status.as_u16(), answer.header("access-control-allow-origin")),
+        (200, Some("*"))
+    );
+    server.finish().await;
+    let server = Server::protected(access(&[], &[])).await;
+    let answer =
+        server.client.ask(Method::GET, "/v1/models", &[("origin", "https://a.example")], "").await;
+    assert_eq!(answer.header("access-control-allow-origin"), None);
+    server.finish().await;
+}
