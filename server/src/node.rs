@@ -22,6 +22,7 @@ use crate::worker::{
     Inbox, Link, Role, SPARE_PAGES, Shared, Worker, WorkerConfig, WorkerMsg, spawn,
 };
 use anyhow::Context;
+pub use cache::WrapStore;
 use crossbeam_channel::TrySendError;
 use dsa_kernels::CpuDevice;
 use dsa_kernels::cpu::CpuKernels;
@@ -56,6 +57,8 @@ pub struct NodeOptions {
     pub wrap_transport: Option<WrapTransport>,
     /// Wraps the check of landed pages.
     pub wrap_verifier: Option<WrapVerifier>,
+    /// Wraps the cache's store in a folder.
+    pub wrap_store: Option<WrapStore>,
 }
 
 impl std::fmt::Debug for NodeOptions {
@@ -214,7 +217,7 @@ impl Engine for NodeEngine {
                 return Health::Draining;
             }
             if worker.role == Role::Decode && !shared.had_peer.load(Ordering::Acquire) {
-                return Health::Starting(not_connected(shared));
+                return Health::Starting(shared.why_alone());
             }
         }
         Health::Ready
@@ -236,19 +239,6 @@ impl Engine for NodeEngine {
             sum_of(&parts)
         })
     }
-}
-
-/// Why a decode worker has no prefill worker yet.
-fn not_connected(shared: &Shared) -> String {
-    shared.refusal().unwrap_or_else(|| {
-        let unreached = shared.unreached();
-        let why = if unreached.is_empty() {
-            String::new()
-        } else {
-            format!(": {}", unreached.join("; "))
-        };
-        format!("no prefill worker is connected yet{why}")
-    })
 }
 
 /// Sums over workers.
@@ -630,7 +620,8 @@ impl Assembly<'_> {
         let has_cache = self.args.disaggregation_mode != Mode::Both || role != Role::Decode;
         let of = (parts.fingerprint, parts.layout.as_str());
         let cache = if has_cache {
-            cache::parts(self.args, role, &pools, &parts.counts, of, &reports)?
+            let wrap = self.options.wrap_store.as_ref();
+            cache::parts(self.args, role, &pools, &parts.counts, of, &reports, wrap)?
         } else {
             None
         };

@@ -246,11 +246,15 @@ impl Shared {
         is_news
     }
 
-    /// Peers that could not be reached when they were last tried, and why.
+    /// Why a decode worker is connected to no prefill worker yet.
     #[must_use]
-    pub fn unreached(&self) -> Vec<String> {
-        let kept = self.unreached.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.values().filter_map(|reach| reach.why.clone()).collect()
+    pub fn why_alone(&self) -> String {
+        self.refusal().unwrap_or_else(|| {
+            let kept = self.unreached.lock().unwrap_or_else(PoisonError::into_inner);
+            let why: Vec<&str> = kept.values().filter_map(|reach| reach.why.as_deref()).collect();
+            let colon = if why.is_empty() { "" } else { ": " };
+            format!("no prefill worker is connected yet{colon}{}", why.join("; "))
+        })
     }
 
     /// A peer was reached.

@@ -142,6 +142,9 @@ fn remote_store(
     Ok(Some(Arc::new(store)))
 }
 
+/// Puts another store around that of a cache's folder.
+pub type WrapStore = Box<dyn Fn(Arc<dyn BlobStore>) -> Arc<dyn BlobStore>>;
+
 /// Builds the tiers of a worker, if it is to have any.
 pub(super) fn parts(
     args: &ServeArgs,
@@ -150,6 +153,7 @@ pub(super) fn parts(
     counts: &PageCounts,
     (fingerprint, layout): (Fingerprint, &str),
     reports: &Reports,
+    wrap: Option<&WrapStore>,
 ) -> anyhow::Result<Option<CacheParts>> {
     let geometry = pools.geometry();
     let Some(plan) = host_plan(args, geometry, counts)? else { return Ok(None) };
@@ -196,7 +200,7 @@ pub(super) fn parts(
     }
     let memory = ObjectMemory::new(pools, fingerprint);
     let stores = [
-        disk.map(|store| (store as Arc<dyn BlobStore>, STORE_THREADS)),
+        disk.map(|store| (wrap.map_or(store.clone() as _, |wrap| wrap(store)), STORE_THREADS)),
         remote.map(|store| (store as Arc<dyn BlobStore>, REMOTE_THREADS)),
     ];
     let mover = Mover::start(memory, stores, reports).context("start the threads of the cache")?;

@@ -2,14 +2,22 @@
 
 use super::accounts::assert_all_given_back;
 use super::client::{Metrics, complete, essence, eventually, greedy, healthy, post};
-use super::cluster::{Pair, Server};
+use super::cluster::{PATIENCE, Pair, Server};
 use super::folder::Folder;
 use super::prompts::prompt;
 use super::warm::{OUTPUT, ask, talk, written};
+use super::workers::Workers;
+use dsv4_server::engine::Engine as _;
+use dsv4_server::node::{NodeOptions, WrapStore};
 use futures_util::future::join_all;
+use hicache::ObjectKey;
+use hicache::store::{BlobStore, Listed, StoreError};
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 const COLD: &str = "--disable-radix-cache";
 /// Device memory for one long prompt or two.
@@ -371,34 +379,76 @@ async fn flushed_prefixes_are_computed_again() {
     assert_all_given_back(&[&server.url]).await;
 }
 
+/// A store that does not answer any more once it is told so.
+#[derive(Debug)]
+struct Silent(Arc<dyn BlobStore>, Arc<AtomicBool>);
+
+impl BlobStore for Silent {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn read(&self, key: &ObjectKey, into: &mut [u8]) -> Result<(), StoreError> {
+        while self.1.load(Ordering::Acquire) {
+            std::thread::park();
+        }
+        self.0.read(key, into)
+    }
+
+    fn write(&self, key: &ObjectKey, bytes: &[u8]) -> Result<(), StoreError> {
+        self.0.write(key, bytes)
+    }
+
+    fn remove(&self, key: &ObjectKey) -> Result<(), StoreError> {
+        self.0.remove(key)
+    }
+
+    fn list(&self, found: &mut dyn FnMut(Listed)) -> Result<(), StoreError> {
+        self.0.list(found)
+    }
+
+    fn size(&self, key: &ObjectKey) -> Result<Option<u64>, StoreError> {
+        self.0.size(key)
+    }
+
+    fn touch(&self, key: &ObjectKey) -> Result<(), StoreError> {
+        self.0.touch(key)
+    }
+}
+
 /// A disk that never answers costs prefixes, then is left alone, and keeps no process alive.
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread")]
 async fn silent_disk_is_left_alone_and_keeps_no_process() {
-    let cold = Server::worker("null", COLD);
+    let is_silent = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&is_silent);
+    let wrap_store: WrapStore =
+        Box::new(move |store| Arc::new(Silent(store, Arc::clone(&flag))) as Arc<dyn BlobStore>);
+    let options = NodeOptions { wrap_store: Some(wrap_store), ..NodeOptions::default() };
     let dir = Folder::new();
-    let mut server = Server::worker("null", &storage(&dir.0));
-    let asked: Vec<_> = (0..5).map(|number| talk(number, 600)).collect();
-    for ids in &asked {
-        ask(&server.url, ids).await;
+    let workers = Workers::start("null", &storage(&dir.0), &options);
+    let mut answers = Vec::new();
+    for number in 0..5_u32 {
+        let (answer, _) = workers.answer(talk(number, 600), 8).await.expect("an answer");
+        answers.push(answer);
     }
-    written(&server.url, "disk").await;
-    server.process.terminate();
-    assert!(server.process.wait_exit().success());
-    server.restart();
-    for object in objects_below(&dir.0) {
-        std::fs::remove_file(&object).expect("remove an object");
-        let made = std::process::Command::new("mkfifo").arg(&object).status().expect("mkfifo");
-        assert!(made.success());
+    let engine = workers.node().engine();
+    let stored = async || (objects_below(&dir.0).len() >= 10).then_some(());
+    eventually("all is on disk", stored).await;
+    engine.flush_cache(false).await;
+    is_silent.store(true, Ordering::Release);
+    for (number, expected) in (0..).zip(&answers) {
+        let (answer, usage) = workers.answer(talk(number, 600), 8).await.expect("an answer");
+        assert_eq!((&answer, usage.cached_tokens), (expected, 0));
     }
-    for ids in &asked {
-        let (answer, _) = ask(&cold.url, ids).await;
-        assert_eq!(ask(&server.url, ids).await, (answer, 0));
-    }
-    let metrics = Metrics::of(&server.url).await;
-    assert!(metrics.sum("dsv4:cache_late_total", &["disk"]) >= 3.0);
-    assert!(metrics.sum("dsv4:cache_pauses_total", &["disk"]) >= 1.0);
-    server.process.terminate();
-    assert!(server.process.wait_exit().success());
+    eventually("the store is left alone", async || {
+        let late = workers.metric("dsv4:cache_late_total", "disk");
+        let pauses = workers.metric("dsv4:cache_pauses_total", "disk");
+        (late >= 3 && pauses >= 1).then_some(())
+    })
+    .await;
+    let started = Instant::now();
+    drop(workers);
+    assert!(started.elapsed() < PATIENCE / 2, "its threads keep nobody from ending");
 }
 
 /// A file size limit is an error of the write, and not the end of the process.

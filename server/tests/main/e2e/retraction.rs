@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 /// Three of these requests begin, and there are blocks for two of them at their ends.
 const SMALL: &str = "--context-length 2048 --kv-memory-mib 8 --max-running-requests 4 \
                      --num-reserved-decode-tokens 1 --chunked-prefill-size 64";
-const LENGTHS: [usize; 6] = [1100, 1190, 1279, 1280, 1281, 1300];
+const LENGTHS: [usize; 6] = [1101, 1112, 1193, 1214, 1255, 1279];
 const OUTPUT: u64 = 600;
 
 /// Requests whose outputs are long, and end at their length.
