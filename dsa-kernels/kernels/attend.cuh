@@ -8,7 +8,7 @@
 #pragma once
 #include "common.cuh"
 
-#define SPLITS 5u
+#define SPLITS 4u
 #define WIDTH 512u
 
 // The rows of one query.
@@ -138,37 +138,54 @@ DEVICE f32 finite_max(f32 m) { return m == -INFINITY ? 0.0f : m; }
 
 #define LOG2E 1.44269504088896340736f
 
-// Adds the runs of a cluster and divides: output of heads `heads` x WIDTH, this block's share of
-// the vectors. `values` (floats, heads x WIDTH) and `merges` are at the same place in each block.
-// Maxima are in units of score * scale * log2(e).
-DEVICE void combine(const AttendArgs &a, const f32 *values, const Merge *merges, u32 heads, u32 first_head, u32 token,
-                    u32 rank, u32 t, u32 threads) {
-  u32 vectors = heads * WIDTH / 4;
-  u32 value_at[SPLITS], merge_at[SPLITS];
-#pragma unroll
-  for (u32 s = 0; s < SPLITS; s++) value_at[s] = peer_address(values, s), merge_at[s] = peer_address(merges, s);
-  for (u32 v = vectors * rank / SPLITS + t; v < vectors * (rank + 1) / SPLITS; v += threads) {
-    u32 head = v / (WIDTH / 4);
-    f32 sink = __ldg(at<f32>(a.sinks) + first_head + head) * LOG2E, most = sink;
+#define FACTOR_BYTES(HEADS) ((HEADS) * (SPLITS + 1) * 4u)
+
+// Adds the runs of a cluster and divides: output of HEADS x WIDTH, this block's share of the
+// vectors. `values` (FP32, rows of STRIDE) and `merges` are at the same place in each block;
+// `factors` is this block's own. Maxima are in units of score * scale * log2(e).
+template <u32 HEADS, u32 STRIDE, u32 THREADS>
+DEVICE void combine(const AttendArgs &a, const f32 *values, const Merge *merges, f32 *factors, u32 first_head, u32 token,
+                    u32 rank, u32 t) {
+  if (t < HEADS) {
+    f32 sink = __ldg(at<f32>(a.sinks) + first_head + t) * LOG2E, most = sink;
     Merge m[SPLITS];
 #pragma unroll
     for (u32 s = 0; s < SPLITS; s++) {
-      m[s].most = peer_load(merge_at[s] + head * 8), m[s].sum = peer_load(merge_at[s] + head * 8 + 4);
-      most = max_keeping_nan(most, m[s].most);
+      u32 from = peer_address(merges + t, s);
+      m[s].most = peer_load(from), m[s].sum = peer_load(from + 4);
     }
+#pragma unroll
+    for (u32 s = 0; s < SPLITS; s++) most = max_keeping_nan(most, m[s].most);
     most = finite_max(most);
     f32 sum = fast_exp2(sink - most);
-    float4 out = {0, 0, 0, 0};
 #pragma unroll
     for (u32 s = 0; s < SPLITS; s++) {
       f32 factor = fast_exp2(m[s].most - most);
-      float4 part = peer_load4(value_at[s] + v * 16);
       sum = fmaf(m[s].sum, factor, sum);
-      out.x = fmaf(part.x, factor, out.x), out.y = fmaf(part.y, factor, out.y);
-      out.z = fmaf(part.z, factor, out.z), out.w = fmaf(part.w, factor, out.w);
+      factors[t * (SPLITS + 1) + s] = factor;
     }
+    factors[t * (SPLITS + 1) + SPLITS] = sum;
+  }
+  __syncthreads();
+  const u32 VECTORS = HEADS * WIDTH / 4;
+  u32 from[SPLITS];
+#pragma unroll
+  for (u32 s = 0; s < SPLITS; s++) from[s] = peer_address(values, s);
+#pragma unroll 2
+  for (u32 v = VECTORS * rank / SPLITS + t; v < VECTORS * (rank + 1) / SPLITS; v += THREADS) {
+    u32 head = v / (WIDTH / 4), place = (head * STRIDE + (v % (WIDTH / 4)) * 4) * 4;
+    float4 part[SPLITS], out = {0, 0, 0, 0};
+#pragma unroll
+    for (u32 s = 0; s < SPLITS; s++) part[s] = peer_load4(from[s] + place);
+#pragma unroll
+    for (u32 s = 0; s < SPLITS; s++) {
+      f32 factor = factors[head * (SPLITS + 1) + s];
+      out.x = fmaf(part[s].x, factor, out.x), out.y = fmaf(part[s].y, factor, out.y);
+      out.z = fmaf(part[s].z, factor, out.z), out.w = fmaf(part[s].w, factor, out.w);
+    }
+    f32 sum = factors[head * (SPLITS + 1) + SPLITS];
     uint2 packed = {pack_bf16(divide(out.x, sum), divide(out.y, sum)), pack_bf16(divide(out.z, sum), divide(out.w, sum))};
-    u64 place = ((u64)token * a.heads + first_head) * WIDTH + 4ull * v;
-    *reinterpret_cast<uint2 *>(at<u8>(a.out) + 2 * place) = packed;
+    u64 to = ((u64)token * a.heads + first_head) * WIDTH + 4ull * v;
+    *reinterpret_cast<uint2 *>(at<u8>(a.out) + 2 * to) = packed;
   }
 }

@@ -16,8 +16,9 @@
 #define AT_TERMS (AT_SCORES + 4096u)            // 16 heads x 128 bytes, BF16
 #define AT_MERGES (AT_TERMS + 2048u)
 #define AT_FACTORS (AT_MERGES + HEADS * 8u)
-#define AT_VALID (AT_FACTORS + HEADS * 4u)
-#define SHARED_USED (AT_VALID + 16u + 1024u)
+#define AT_SHARES (AT_FACTORS + HEADS * 4u)
+#define SHARED_USED (AT_SHARES + FACTOR_BYTES(HEADS) + 1024u)
+#define VALUE_STRIDE (WIDTH + 8u)
 
 DYNAMIC_SHARED(attend_portable, SHARED_USED)
 
@@ -155,12 +156,13 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
 #pragma unroll
   for (int j = 0; j < 8; j++) {
     u32 column = 64 * warp + 8 * j + 2 * (lane & 3);
-    *reinterpret_cast<float2 *>(out + (lane / 4) * WIDTH + column) = make_float2(o[j][0], o[j][1]);
-    *reinterpret_cast<float2 *>(out + (lane / 4 + 8) * WIDTH + column) = make_float2(o[j][2], o[j][3]);
+    *reinterpret_cast<float2 *>(out + (lane / 4) * VALUE_STRIDE + column) = make_float2(o[j][0], o[j][1]);
+    *reinterpret_cast<float2 *>(out + (lane / 4 + 8) * VALUE_STRIDE + column) = make_float2(o[j][2], o[j][3]);
   }
   __syncthreads();
   release_next();
   cluster_sync();
-  combine(a, out, merges, HEADS, first_head, token, rank, t, THREADS);
+  f32 *shares = reinterpret_cast<f32 *>(shared + AT_SHARES);
+  combine<HEADS, VALUE_STRIDE, THREADS>(a, out, merges, shares, first_head, token, rank, t);
   cluster_sync();
 }

@@ -211,6 +211,9 @@ DEVICE f32 peer_load(u32 address) {
   return v;
 }
 
+// A value that all lanes of the warp have, in a form in which the compiler knows that.
+DEVICE u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
+
 // ---- matrix instructions of a warp ----
 
 DEVICE void mma_bf16(f32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {

@@ -34,25 +34,125 @@ DEVICE bool is_inside(const CompressArgs &a, const CompressSeq &s, u32 ratio, u3
   return inside;
 }
 
-// Norm, rotation and store of `out`, one value a thread, through shared memory: the first eight
-// threads of the block own the row as in rows.cuh.
-template <RowKind KIND>
-DEVICE void finish_row(const CompressArgs &a, f32 *shared, f32 value, u32 emitted) {
-  const int N = RowStore<KIND>::N;
-  if (a.rows) at<f32>(a.rows)[(u64)emitted * a.dim + threadIdx.x] = value;
-  if (!a.targets) return;
-  __syncthreads();  // the row before is stored
-  shared[threadIdx.x] = value;
+// Shared memory of a block: a row, a maximum of each warp, and the factor of the norm.
+struct RowShared {
+  f32 row[512];
+  f32 most[16];
+  f32 factor;
+};
+
+// The norm of a row that lies in shared memory, in the CPU's order: eight lanes, one thread each.
+DEVICE f32 norm_value(RowShared &s, f32 value, f32 weight, u32 dim, f32 eps, u32 rounding, u32 t) {
+  if (t < 8) {
+    f32 squares = 0;
+#pragma unroll 16
+    for (u32 i = t; i < dim; i += 8) squares = fmaf(s.row[i], s.row[i], squares);
+    f32 mean = divide(sum_lanes(squares, EIGHT), (f32)dim);
+    if (t == 0) s.factor = divide(1.0f, __fsqrt_rn(mean + eps));
+  }
   __syncthreads();
-  if (threadIdx.x >= 8) return;
-  u32 page = __ldg(at<u32>(a.targets) + 2 * emitted), row = __ldg(at<u32>(a.targets) + 2 * emitted + 1);
-  if (page == ~0u) return;
-  f32 x[N];
+  return round_as(value * s.factor * weight, rounding);
+}
+
+// The largest magnitude of `warps` adjacent warps.
+DEVICE f32 amax_of(RowShared &s, f32 x, u32 warps, u32 t) {
+  f32 m = fabsf(x);
+  m = is_nan(m) ? 0 : m;
 #pragma unroll
-  for (int i = 0; i < N; i++) x[i] = shared[8 * i + threadIdx.x];
-  if (a.weight) norm_row(x, at<f32>(a.weight), a.eps, a.rounding, threadIdx.x, EIGHT);
-  if (a.table) rotate_row(x, at<f32>(a.table) + 64ull * emitted, a.rounding, threadIdx.x, EIGHT);
-  RowStore<KIND>::run(a.cache, page, row, x, threadIdx.x, EIGHT, a.refused);
+  for (int step = 16; step > 0; step /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, step));
+  if (warps == 1) return m;
+  if ((t & 31) == 0) s.most[t / 32] = m;
+  __syncthreads();
+  u32 first = t / 32 / warps * warps;
+  m = s.most[first];
+  for (u32 w = 1; w < warps; w++) m = fmaxf(m, s.most[first + w]);
+  return m;
+}
+
+// bf16(H_128 x / sqrt(128)), one value a thread: distances 1 to 16 inside of a warp, 32 and 64 from
+// the four values that a thread needs.
+DEVICE f32 hadamard_value(RowShared &s, f32 x, u32 t) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    f32 other = __shfl_xor_sync(~0u, x, step);
+    x = (t & step) ? other - x : x + other;
+  }
+  __syncthreads();  // the row before is read
+  s.row[t] = x;
+  __syncthreads();
+  u32 lane = t & 31, quarter = t / 32;
+  f32 y0 = s.row[lane], y1 = s.row[32 + lane], y2 = s.row[64 + lane], y3 = s.row[96 + lane];
+  f32 low = (quarter & 1) ? y0 - y1 : y0 + y1, high = (quarter & 1) ? y2 - y3 : y2 + y3;
+  return bf16_round(((quarter & 2) ? low - high : low + high) * 0.08838835f);
+}
+
+// Four threads' bytes into one word.
+DEVICE void write_byte(u8 *data, u32 byte, u32 t) {
+  u32 word = byte << (8 * (t & 3));
+  word |= __shfl_xor_sync(~0u, word, 1);
+  word |= __shfl_xor_sync(~0u, word, 2);
+  if ((t & 3) == 0) *reinterpret_cast<u32 *>(data + t) = word;
+}
+
+DEVICE void encode_value(RowShared &s, const RowPlace &p, RowKind kind, f32 x, u32 t) {
+  if (kind == KV) {
+    i32 e = q8_exponent(amax_of(s, x, 2, t));
+    if (t >= 448) {
+      reinterpret_cast<u16 *>(p.data)[t - 224] = (u16)(bits_of(bf16_round(x)) >> 16);
+      if (t == 448) p.scales[7] = 0;
+      return;
+    }
+    write_byte(p.data, e4m3_encode(x * e8m0_decode(e8m0_encode(-e))), t);
+    if ((t & 63) == 0) p.scales[t / 64] = (u8)e8m0_encode(e);
+    return;
+  }
+  x = hadamard_value(s, x, t);
+  if (kind == FP8) {
+    f32 scale = index_scale(amax_of(s, x, 4, t));
+    write_byte(p.data, e4m3_encode(divide(x, scale)), t);
+    if (t == 0) *reinterpret_cast<f32 *>(p.scales) = scale;
+  } else if (kind == FP4) {
+    i32 e = q4_exponent(amax_of(s, x, 1, t));
+    u32 word = e2m1_encode(x * e8m0_decode(e8m0_encode(-e))) << (4 * (t & 7));
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2) word |= __shfl_xor_sync(~0u, word, step);
+    if ((t & 7) == 0) reinterpret_cast<u32 *>(p.data)[t / 8] = word;
+    if ((t & 31) == 0) p.scales[t / 32] = (u8)e8m0_encode(e);
+  } else {
+    reinterpret_cast<u16 *>(p.data)[t] = (u16)(bits_of(x) >> 16);
+  }
+}
+
+// Norm, rotation and store of a completed row, one value a thread.
+template <RowKind KIND> DEVICE void finish_row(const CompressArgs &a, RowShared &s, f32 value, u32 emitted) {
+  const u32 DATA = KIND == KV ? 576 : KIND == FP8 ? 128 : KIND == FP4 ? 64 : 256;
+  const u32 SCALES = KIND == KV ? 8 : KIND == BF16 ? 0 : 4, dim = KIND == KV ? 512 : 128;
+  u32 t = threadIdx.x;
+  if (a.rows) at<f32>(a.rows)[(u64)emitted * dim + t] = value;
+  if (!a.targets) return;
+  u32 page = __ldg(at<u32>(a.targets) + 2 * emitted), row = __ldg(at<u32>(a.targets) + 2 * emitted + 1);
+  f32 weight = a.weight ? __ldg(at<f32>(a.weight) + t) : 1.0f, c = 1, sine = 0;
+  bool rotated = a.table && t >= dim - 64;
+  if (rotated) {
+    const f32 *table = at<f32>(a.table) + 64ull * emitted + (t - (dim - 64)) / 2;
+    c = __ldg(table), sine = __ldg(table + 32);
+  }
+  __syncthreads();  // the row before is stored
+  s.row[t] = value;
+  __syncthreads();
+  if (page == ~0u) return;
+  f32 x = value;
+  if (a.weight) x = norm_value(s, x, weight, dim, a.eps, a.rounding, t);
+  if (rotated) {  // whole warps
+    f32 other = __shfl_xor_sync(~0u, x, 1), even = (t & 1) ? other : x, odd = (t & 1) ? x : other;
+    x = round_as((t & 1) ? fmaf(even, sine, odd * c) : fmaf(even, c, -(odd * sine)), a.rounding);
+  }
+  RowPlace p = place_row(a.cache, page, row, DATA, SCALES);
+  if (!p.data) {
+    if (t == 0) refuse(a.refused);
+    return;
+  }
+  encode_value(s, p, KIND, x, t);
 }
 
 // ---- C4 ----
@@ -126,7 +226,7 @@ DEVICE void c4_carry(const Step &t) {
 }
 
 template <RowKind KIND> DEVICE void compress_c4(const CompressArgs &a) {
-  extern __shared__ f32 row_shared[];
+  __shared__ RowShared row_shared;
   wait_for_former();
   CompressSeq s = at<CompressSeq>(a.seqs)[blockIdx.x];
   if (s.count == 0 || !is_inside(a, s, 4, 20)) return;
@@ -173,7 +273,7 @@ DEVICE void c128_tokens(const Step &t, Running &r, u32 from, u32 to) {
 }
 
 template <RowKind KIND> DEVICE void compress_c128(const CompressArgs &a) {
-  extern __shared__ f32 row_shared[];
+  __shared__ RowShared row_shared;
   wait_for_former();
   CompressSeq s = at<CompressSeq>(a.seqs)[blockIdx.x];
   if (s.count == 0 || !is_inside(a, s, 128, 3)) return;
@@ -201,10 +301,8 @@ template <RowKind KIND> DEVICE void compress_c128(const CompressArgs &a) {
   }
 }
 
-// One row of up to 512 values.
 #define COMPRESS(NAME, BODY) \
-  DYNAMIC_SHARED(NAME, 512 * 4) \
-  extern "C" __global__ void __launch_bounds__(512) NAME(const __grid_constant__ CompressArgs a) { BODY(a); }
+  extern "C" __global__ void __launch_bounds__(512, 2) NAME(const __grid_constant__ CompressArgs a) { BODY(a); }
 COMPRESS(compress_c4_kv, compress_c4<KV>)
 COMPRESS(compress_c4_fp8, compress_c4<FP8>)
 COMPRESS(compress_c4_fp4, compress_c4<FP4>)

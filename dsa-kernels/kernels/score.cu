@@ -2,7 +2,7 @@
 // tokens per sequence over paged keys; written out, or kept on the chip and selected from at once.
 //
 // The tiles (pages of 64 keys) of all queries stand in one line, and each block takes an equal part
-// of it. A producer warp copies tiles into a ring; two groups of four warps take them in turn. The
+// of it. A producer warp copies tiles into a ring; groups of four warps take them in turn. The
 // score of a row is computed by one warp in one order, whatever the split.
 //
 // Fused: a block keeps the order keys of its part in shared memory. Blocks that share a query add
@@ -13,7 +13,6 @@
 
 #define TILE 64u
 #define HEADS 64u
-#define MATH_THREADS 256u
 #define QUERIES_MAX 1024u
 
 enum KeyKind { FP8, BF16, FP4 };
@@ -40,12 +39,18 @@ template <KeyKind KIND> struct Layout {
   static const u32 QUERY = 0;
   static const u32 RING = Format<KIND>::QUERY;
   static const u32 KEYS = RING + RING_BYTES;
+  static_assert(sizeof(List) <= Format<KIND>::QUERY, "a list takes the place of the query");
   static const u32 SCALES = KEYS + KEPT_KEYS * 4;
   static const u32 HIST = SCALES + STAGES * Format<KIND>::SCALES;
   static const u32 STARTS = HIST + BINS * 4;
   static const u32 BARRIERS = STARTS + (QUERIES_MAX + 4) * 4;
   static const u32 STATE = BARRIERS + (2 * STAGES + 2) * 8;
-  static const u32 BYTES = STATE + 160 + 1024;  // 1024: the start is rounded up
+  // Two bitmaps of the kept keys: behind the list in the place of the query, if it has room.
+  static const bool HAS_ROOM = Format<KIND>::QUERY >= sizeof(List) + 2 * KEPT_KEYS / 8;
+  static const u32 END = (STATE + sizeof(SelectState) + 15) / 16 * 16;
+  static const u32 BITS = HAS_ROOM ? sizeof(List) : END;
+  static const u32 BYTES = END + (HAS_ROOM ? 0 : 2 * KEPT_KEYS / 8) + 1024;  // 1024: the start is rounded up
+
 };
 
 // Per query in scratch, in words: two histograms, counters, chosen rows, then candidates (key, row).
@@ -110,6 +115,7 @@ template <KeyKind KIND>
 DEVICE void produce(const ScoreArgs &a, const Work &w, u8 *shared, const u32 *starts, u64 *full, u64 *empty, u32 lane) {
   typedef Layout<KIND> L;
   typedef Format<KIND> F;
+  if (w.begin == w.end) return;
   u32 count = 0, query = query_at(starts, a.tokens, w.begin);
   for (u32 first = w.begin; first < w.end; first += 32) {
     // Each lane finds the page of one of the next 32 tiles.
@@ -243,7 +249,7 @@ DEVICE void products(f32 (&d)[32], u8 *tile, const u8 *scales, u32 query, u32 wa
   }
 #if HAS_WGMMA
   if (WARPGROUP) {
-    products_wgmma(d, shared_address(tile), query);
+    products_wgmma(d, uniform(shared_address(tile)), query);
     return;
   }
 #endif
@@ -252,15 +258,15 @@ DEVICE void products(f32 (&d)[32], u8 *tile, const u8 *scales, u32 query, u32 wa
 
 // ---- consumers ----
 
-DEVICE void math_sync() { named_barrier(1, MATH_THREADS); }
+template <u32 MATH> DEVICE void math_sync() { named_barrier(1, MATH); }
 
 // Keys of this block's part of a query.
-struct Part {
+template <u32 MATH> struct Part {
   const u32 *keys;
   u32 first_row, rows;  // rows of the query; `rows` is behind the last
   u32 t;
   template <class F> static __device__ __forceinline__ void visit(const Part &p, F f) {
-    for (u32 i = 0; p.first_row + i < p.rows; i += MATH_THREADS) {
+    for (u32 i = 0; p.first_row + i < p.rows; i += MATH) {
       u32 row = p.first_row + i + p.t;
       bool valid = row < p.rows;
       f(row, valid ? p.keys[i + p.t] : 0u, valid);
@@ -269,10 +275,10 @@ struct Part {
 };
 
 // What two blocks of one query share.
-struct Pending {
+template <u32 MATH> struct Pending {
   bool used;
   u32 query, participants;
-  Part part;
+  Part<MATH> part;
 };
 
 DEVICE u32 *scratch_of(const ScoreArgs &a, u32 query) {
@@ -280,138 +286,185 @@ DEVICE u32 *scratch_of(const ScoreArgs &a, u32 query) {
   return at<u32>(a.scratch) + query * words;
 }
 
-DEVICE void arrive(u32 *counter, u32 t) {
-  __threadfence();
-  math_sync();
-  if (t == 0) atomicAdd(counter, 1u);
+// Everything the block's threads did before is seen by whoever meets at the counter.
+template <u32 MATH> DEVICE void arrive(u32 *counter, u32 t) {
+  math_sync<MATH>();
+  if (t == 0) {
+    __threadfence();
+    atomicAdd(counter, 1u);
+  }
 }
 
-DEVICE void meet(u32 *counter, u32 participants, u32 t) {
+template <u32 MATH> DEVICE void meet(u32 *counter, u32 participants, u32 t) {
   if (t == 0) {
     u32 seen;
     do asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
     while (seen < participants);
   }
-  math_sync();
+  math_sync<MATH>();
 }
 
 // Adds the block's histogram to that in memory and clears it.
-DEVICE void flush_bins(u32 *hist, u32 *to, u32 t) {
-  math_sync();
-  for (u32 i = t; i < BINS; i += MATH_THREADS) {
+template <u32 MATH> DEVICE void flush_bins(u32 *hist, u32 *to, u32 t) {
+  math_sync<MATH>();
+  for (u32 i = t; i < BINS; i += MATH) {
     u32 n = hist[i];
     if (n) atomicAdd(to + i, n), hist[i] = 0;
   }
 }
 
-// A query that only this block has.
-DEVICE void select_alone(const ScoreArgs &a, const Part &part, SelectState *state, u32 *hist, u32 *chosen, u32 *tied,
-                         u32 query, u32 t) {
+// A query that only this block has. The list and the bitmaps take the place of the query, which is
+// done.
+template <u32 MATH>
+DEVICE void select_alone(const ScoreArgs &a, const Part<MATH> &part, SelectState *state, u32 *hist, List &list,
+                         u32 *bits, u32 query, u32 t) {
+  auto visit = [&](auto f) { Part<MATH>::visit(part, f); };
   auto each = [&](auto f) {
-    Part::visit(part, [&](u32 row, u32 key, bool valid) {
+    Part<MATH>::visit(part, [&](u32 row, u32 key, bool valid) {
       if (valid) f(row, key);
     });
   };
-  Threshold found = find_threshold<MATH_THREADS>(state, hist, a.top_k, t, each, math_sync);
   u32 words = (part.rows + 31) / 32;
-  Part::visit(part, [&](u32 row, u32 key, bool valid) {
-    bool equal = valid && key == found.floor;
-    u32 above = __ballot_sync(~0u, (valid && key > found.floor) || (equal && found.all_ties));
-    u32 equals = __ballot_sync(~0u, equal);
-    if ((t & 31) == 0 && row / 32 < words) chosen[row / 32] = above, tied[row / 32] = equals;
-  });
-  math_sync();
   i32 *out = at<i32>(a.selected) + (u64)query * a.top_k;
-  emit_rows<MATH_THREADS>(state, chosen, tied, words, found.all_ties ? 0 : found.ties, a.top_k, out, t, math_sync);
-  clear_bins<MATH_THREADS>(hist, t, math_sync);
+  choose<MATH>(state, hist, hist, list, bits, bits + words, words, a.top_k, out, t, visit, each, math_sync<MATH>);
+  if (t == 0) state->listed = 0;
+  clear_bins<MATH>(hist, t, math_sync<MATH>);
 }
 
-// Second histogram of a shared query, over the keys in the bin that the first one gives.
-DEVICE u32 second_round(const ScoreArgs &a, const Pending &p, SelectState *state, u32 *hist, u32 t) {
+// What is open after the first histogram of a shared query.
+struct Open {
+  u32 prefix, bits;  // keys >> bits == prefix are candidates
+  u32 need, count;   // of `count` candidates, `need` are chosen
+};
+
+// The first histogram's bin; where it holds many keys, a second histogram of the bits below.
+template <u32 MATH>
+DEVICE Open first_round(const ScoreArgs &a, const Pending<MATH> &p, SelectState *state, u32 *hist, u32 t) {
   u32 *scratch = scratch_of(a, p.query);
-  meet(scratch + SCRATCH_COUNTERS + ARRIVED1, p.participants, t);
-  find_bin<MATH_THREADS>(state, a.top_k, t, [&](u32 bin) { return __ldcg(scratch + bin); }, math_sync);
-  u32 prefix = state->bin;
-  Part::visit(p.part, [&](u32 row, u32 key, bool valid) {
-    if (valid && key >> 21 == prefix) atomicAdd(&hist[(key >> 10) & 2047u], 1u);
+  meet<MATH>(scratch + SCRATCH_COUNTERS + ARRIVED1, p.participants, t);
+  find_bin<MATH>(state, a.top_k, t, [&](u32 bin) { return __ldcg(scratch + bin); }, math_sync<MATH>);
+  Open open = {state->bin, 21, a.top_k - state->above, state->at_bin};
+  math_sync<MATH>();  // the state is read
+  if (open.count <= LIST_MAX) return open;
+  Part<MATH>::visit(p.part, [&](u32 row, u32 key, bool valid) {
+    if (valid && key >> 21 == open.prefix) atomicAdd(&hist[(key >> 10) & 2047u], 1u);
   });
-  flush_bins(hist, scratch + SCRATCH_HIST2, t);
-  arrive(scratch + SCRATCH_COUNTERS + ARRIVED2, t);
-  return prefix;
+  flush_bins<MATH>(hist, scratch + SCRATCH_HIST2, t);
+  arrive<MATH>(scratch + SCRATCH_COUNTERS + ARRIVED2, t);
+  return open;
 }
 
-// Appends to lists in memory: rows that are certainly chosen, and those whose upper 22 bits are
-// those of the threshold.
-DEVICE u32 collect(const ScoreArgs &a, const Pending &p, SelectState *state, u32 prefix, u32 t) {
+// The second histogram's bin, where there is one; then the block's rows that are certainly chosen
+// and its candidates into lists in memory.
+template <u32 MATH>
+DEVICE void collect(const ScoreArgs &a, const Pending<MATH> &p, SelectState *state, Open &open, u32 t) {
   u32 *scratch = scratch_of(a, p.query), *counters = scratch + SCRATCH_COUNTERS;
-  u32 need = a.top_k - state->above;
-  meet(counters + ARRIVED2, p.participants, t);
-  find_bin<MATH_THREADS>(state, need, t, [&](u32 bin) { return __ldcg(scratch + SCRATCH_HIST2 + bin); }, math_sync);
-  prefix = prefix << 11 | state->bin;
-  need -= state->above;
-  Part::visit(p.part, [&](u32 row, u32 key, bool valid) {
-    if (!valid || key >> 10 < prefix) return;
-    if (key >> 10 > prefix) {
-      scratch[SCRATCH_CHOSEN + atomicAdd(counters + CHOSEN, 1u)] = row;
-    } else {
-      u32 n = atomicAdd(counters + CANDIDATES, 1u);
-      *reinterpret_cast<uint2 *>(scratch + SCRATCH_CANDIDATES + 2ull * n) = make_uint2(key, row);
-    }
-  });
-  return need;
-}
-
-// The block that comes last writes the selection and clears the scratch memory.
-DEVICE void finish(const ScoreArgs &a, const Pending &p, SelectState *state, u32 *hist, u32 *chosen, u32 *tied,
-                   u32 need, u32 rows, u32 t) {
-  u32 *scratch = scratch_of(a, p.query), *counters = scratch + SCRATCH_COUNTERS;
-  __threadfence();
-  math_sync();
-  if (t == 0) state->bin = atomicAdd(counters + TICKET, 1u);
-  math_sync();
-  u32 ticket = state->bin;
-  math_sync();
-  if (ticket != p.participants - 1) return;
-  __threadfence();
-  u32 words = (rows + 31) / 32, certain = __ldcg(counters + CHOSEN), open = __ldcg(counters + CANDIDATES);
-  for (u32 i = t; i < words; i += MATH_THREADS) chosen[i] = 0, tied[i] = 0;
-  auto each = [&](auto f) {
-    for (u32 i = t; i < open; i += MATH_THREADS) {
-      uint2 c = __ldcg(reinterpret_cast<uint2 *>(scratch + SCRATCH_CANDIDATES + 2ull * i));
-      f(c.y, c.x);
-    }
-  };
-  clear_bins<MATH_THREADS>(hist, t, math_sync);
-  Threshold found = whole_bin(0);
-  if (open > need) {
-    each([&](u32 row, u32 key) { atomicAdd(&hist[key & 1023u], 1u); });
-    math_sync();
-    find_bin<MATH_THREADS>(state, need, t, [&](u32 bin) { return hist[bin]; }, math_sync);
-    u32 ties = need - state->above;
-    found = {state->bin, ties, ties == state->at_bin};
-    clear_bins<MATH_THREADS>(hist, t, math_sync);
+  if (open.count > LIST_MAX) {
+    meet<MATH>(counters + ARRIVED2, p.participants, t);
+    find_bin<MATH>(state, open.need, t, [&](u32 bin) { return __ldcg(scratch + SCRATCH_HIST2 + bin); }, math_sync<MATH>);
+    open = {open.prefix << 11 | state->bin, 10, open.need - state->above, state->at_bin};
+    math_sync<MATH>();  // the state is read
   }
-  for (u32 i = t; i < certain; i += MATH_THREADS) {
+  Part<MATH>::visit(p.part, [&](u32 row, u32 key, bool valid) {
+    u32 upper = key >> open.bits;
+    bool certain = valid && upper > open.prefix, candidate = valid && upper == open.prefix;
+    u32 place = reserve(counters + CHOSEN, certain, t & 31);
+    if (certain) scratch[SCRATCH_CHOSEN + place] = row;
+    place = reserve(counters + CANDIDATES, candidate, t & 31);
+    if (candidate) *reinterpret_cast<uint2 *>(scratch + SCRATCH_CANDIDATES + 2ull * place) = make_uint2(key, row);
+  });
+}
+
+// The best of the listed candidates into the bitmaps: by rank if they are few, else by a histogram
+// of the ten bits in which they differ. Gives the ties to take from `tied`.
+template <u32 MATH>
+DEVICE u32 settle(const Open &open, const uint2 *from, SelectState *state, u32 *hist, List &list, u32 *chosen, u32 *tied,
+                  u32 t) {
+  auto set = [&](u32 *bitmap, u32 row) { atomicOr(&bitmap[row / 32], 1u << (row & 31)); };
+  if (open.count == open.need) {
+    for (u32 i = t; i < open.count; i += MATH) set(chosen, __ldcg(from + i).y);
+    return 0;
+  }
+  if (open.count <= LIST_MAX) {
+    for (u32 i = t; i < open.count; i += MATH) {
+      uint2 c = __ldcg(from + i);
+      list.key[i] = c.x, list.row[i] = c.y;
+    }
+    math_sync<MATH>();
+    rank_list<MATH>(state, hist, false, list, open.count, open.need, chosen, t, math_sync<MATH>);
+    return 0;
+  }
+  clear_bins<MATH>(hist, t, math_sync<MATH>);
+  for (u32 i = t; i < open.count; i += MATH) atomicAdd(&hist[__ldcg(from + i).x & 1023u], 1u);
+  math_sync<MATH>();
+  find_bin<MATH>(state, open.need, t, [&](u32 bin) { return hist[bin]; }, math_sync<MATH>);
+  u32 floor = state->bin, ties = open.need - state->above;
+  for (u32 i = t; i < open.count; i += MATH) {
+    uint2 c = __ldcg(from + i);
+    if ((c.x & 1023u) > floor) set(chosen, c.y);
+    if ((c.x & 1023u) == floor) set(tied, c.y);
+  }
+  return ties;
+}
+
+// The block that comes last writes the selection and clears the scratch memory. `bits` has room for
+// two bitmaps; the list lies in the memory of the query.
+template <u32 MATH>
+DEVICE void finish(const ScoreArgs &a, const Pending<MATH> &p, SelectState *state, u32 *hist, List &list, u32 *bits,
+                   const Open &open, u32 t) {
+  u32 *scratch = scratch_of(a, p.query), *counters = scratch + SCRATCH_COUNTERS;
+  math_sync<MATH>();
+  if (t == 0) {
+    __threadfence();
+    state->bin = atomicAdd(counters + TICKET, 1u);
+    __threadfence();
+  }
+  math_sync<MATH>();
+  u32 ticket = state->bin, words = (visible_rows(a, p.query) + 31) / 32;
+  if (ticket != p.participants - 1) return;
+  u32 *chosen = bits, *tied = bits + words, certain = a.top_k - open.need;
+  for (u32 i = t; i < 2 * words; i += MATH) bits[i] = 0;
+  math_sync<MATH>();
+  for (u32 i = t; i < certain; i += MATH) {
     u32 row = __ldcg(scratch + SCRATCH_CHOSEN + i);
     atomicOr(&chosen[row / 32], 1u << (row & 31));
   }
-  each([&](u32 row, u32 key) {
-    u32 low = key & 1023u;
-    if (low > found.floor || (found.all_ties && low == found.floor)) atomicOr(&chosen[row / 32], 1u << (row & 31));
-    else if (low == found.floor) atomicOr(&tied[row / 32], 1u << (row & 31));
-  });
-  math_sync();
+  const uint2 *from = reinterpret_cast<const uint2 *>(scratch + SCRATCH_CANDIDATES);
+  u32 ties = settle<MATH>(open, from, state, hist, list, chosen, tied, t);
+  math_sync<MATH>();
   i32 *out = at<i32>(a.selected) + (u64)p.query * a.top_k;
-  emit_rows<MATH_THREADS>(state, chosen, tied, words, found.all_ties ? 0 : found.ties, a.top_k, out, t, math_sync);
-  for (u32 i = t; i < SCRATCH_CHOSEN; i += MATH_THREADS) scratch[i] = 0;
+  emit_rows<MATH>(state, chosen, tied, words, ties, a.top_k, out, t, math_sync<MATH>);
+  clear_bins<MATH>(hist, t, math_sync<MATH>);
+  u32 dirty = open.bits == 21 ? BINS : 2 * BINS;
+  for (u32 i = t; i < dirty; i += MATH) scratch[i] = 0;
+  if (t < 8) counters[t] = 0;
 }
+
+// The queries that other blocks have a part of.
+template <u32 MATH>
+DEVICE void finish_pending(const ScoreArgs &a, const Pending<MATH> (&pending)[2], SelectState *state, u32 *hist, List &list,
+                           u32 *bits, u32 t) {
+  Open open[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (pending[i].used) open[i] = first_round<MATH>(a, pending[i], state, hist, t);
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (pending[i].used) collect<MATH>(a, pending[i], state, open[i], t);
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (pending[i].used) finish<MATH>(a, pending[i], state, hist, list, bits, open[i], t);
+}
+
+// Four groups where a warpgroup multiplies, else two.
+#define MATH_THREADS(WARPGROUP) ((WARPGROUP) && HAS_WGMMA ? 512u : 256u)
 
 // The query of a segment into shared memory: rows of 128 bytes with the swizzle; and the head
 // weights of a thread.
-template <KeyKind KIND>
+template <KeyKind KIND, u32 MATH>
 DEVICE void load_query(const ScoreArgs &a, u8 *shared, u64 *ready, u32 query, u32 parity, f32 (&w)[16], u32 t) {
-  fence_async();  // the bitmaps of a selection may have been here
-  math_sync();    // nobody multiplies with the query before
+  fence_async();      // the list of a selection may have been here
+  math_sync<MATH>();  // nobody multiplies with the query before
   if (t == 0) {
     barrier_expect(ready, Format<KIND>::QUERY);
     tile_load(shared, &a.query_map, ready, 0, 0, query);
@@ -444,32 +497,34 @@ DEVICE void keep_scores(const ScoreArgs &a, const f32 (&score)[2], const Query &
   }
 }
 
-template <KeyKind KIND, bool FUSED, bool WARPGROUP>
+template <KeyKind KIND, bool FUSED, bool WARPGROUP, u32 MATH>
 DEVICE void consume(const ScoreArgs &a, const Work &work, u8 *shared, const u32 *starts, u64 *full, u64 *empty,
                     u64 *ready, u32 t) {
   typedef Layout<KIND> L;
   typedef Format<KIND> F;
-  u32 lane = t & 31, warp = (t / 32) & 3, group = t / 128;
+  const u32 GROUPS = MATH / 128;
+  u32 lane = t & 31, warp = uniform((t / 32) & 3), group = uniform(t / 128);
   u32 *keys = reinterpret_cast<u32 *>(shared + L::KEYS), *hist = reinterpret_cast<u32 *>(shared + L::HIST);
   SelectState *state = reinterpret_cast<SelectState *>(shared + L::STATE);
-  Pending pending[2];
+  List &list = *reinterpret_cast<List *>(shared + L::QUERY);
+  Pending<MATH> pending[2];
   pending[0].used = pending[1].used = false;
   u32 tile = work.begin, segments = 0;
   while (tile < work.end) {
     u32 index = query_at(starts, a.tokens, tile);
     Query q = {index, starts[index], starts[index + 1] - starts[index], visible_rows(a, index)};
     f32 w[16];
-    load_query<KIND>(a, shared + L::QUERY, ready, index, segments++ & 1, w, t);
-    u32 end = min(work.end, q.first_tile + q.tiles), from = tile;
-    for (; tile < end; tile++) {
-      u32 count = tile - work.begin, stage = count % L::STAGES;
-      if ((count & 1) != group) continue;
-      u32 local = tile - q.first_tile;
-      u32 page = __ldg(at<u32>(a.pages) + (u64)(index / a.tokens_per_seq) * a.pages_per_seq + local);
+    load_query<KIND, MATH>(a, shared + L::QUERY, ready, index, segments++ & 1, w, t);
+    u32 end = min(work.end, q.first_tile + q.tiles), from = tile, before = from - work.begin;
+    const u32 *pages = at<u32>(a.pages) + (u64)(index / a.tokens_per_seq) * a.pages_per_seq;
+    u32 query_tile = uniform(shared_address(shared + L::QUERY));
+    for (tile += (group + GROUPS - before % GROUPS) % GROUPS; tile < end; tile += GROUPS) {
+      u32 count = tile - work.begin, stage = uniform(count % L::STAGES), local = tile - q.first_tile;
+      bool refused = __ldg(pages + local) >= a.key_pages;
       barrier_wait(&full[stage], (count / L::STAGES) & 1);
       f32 d[32], score[2];
       const u8 *scales = shared + L::SCALES + stage * F::SCALES;
-      products<KIND, WARPGROUP>(d, shared + L::RING + stage * F::DATA, scales, shared_address(shared + L::QUERY), warp, lane);
+      products<KIND, WARPGROUP>(d, shared + L::RING + stage * F::DATA, scales, query_tile, warp, lane);
       f32 scale[2] = {1, 1};
       if (KIND == FP8) {
         const f32 *row_scales = reinterpret_cast<const f32 *>(scales) + 16 * warp + lane / 4;
@@ -479,48 +534,31 @@ DEVICE void consume(const ScoreArgs &a, const Work &work, u8 *shared, const u32 
       if (lane == 0) barrier_arrive(&empty[stage]);
       weigh(d, w, score);
       score[0] = score[0] * scale[0], score[1] = score[1] * scale[1];
-      keep_scores<FUSED>(a, score, q, local, keys + (u64)count * TILE, hist, page >= a.key_pages, lane, warp);
+      keep_scores<FUSED>(a, score, q, local, keys + (u64)count * TILE, hist, refused, lane, warp);
     }
+    tile = end;
     if (!FUSED) continue;
-    math_sync();
+    math_sync<MATH>();
     u32 first = owner_of(work, q.first_tile), last = owner_of(work, q.first_tile + q.tiles - 1);
-    Part part = {keys + (from - work.begin) * TILE, (from - q.first_tile) * TILE,
+    Part<MATH> part = {keys + (from - work.begin) * TILE, (from - q.first_tile) * TILE,
                  min(q.rows, (end - q.first_tile) * TILE), t};
     if (first == last) {
-      // The bitmaps take the place of the query, which is done.
-      u32 *bits = reinterpret_cast<u32 *>(shared + L::QUERY);
-      select_alone(a, part, state, hist, bits, bits + KEPT_KEYS / 32, index, t);
+      select_alone<MATH>(a, part, state, hist, list, reinterpret_cast<u32 *>(shared + L::BITS), index, t);
       continue;
     }
     u32 *scratch = scratch_of(a, index);
-    flush_bins(hist, scratch, t);
-    arrive(scratch + SCRATCH_COUNTERS + ARRIVED1, t);
-    Pending &p = pending[pending[0].used ? 1 : 0];
+    flush_bins<MATH>(hist, scratch, t);
+    arrive<MATH>(scratch + SCRATCH_COUNTERS + ARRIVED1, t);
+    Pending<MATH> &p = pending[pending[0].used ? 1 : 0];
     p = {true, index, last - first + 1, part};
   }
-  if (!FUSED) return;
-  u32 prefix[2] = {0, 0}, above[2] = {0, 0}, need[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    if (pending[i].used) prefix[i] = second_round(a, pending[i], state, hist, t), above[i] = state->above;
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    if (!pending[i].used) continue;
-    math_sync();
-    if (t == 0) state->above = above[i];
-    math_sync();
-    need[i] = collect(a, pending[i], state, prefix[i], t);
-  }
-  u32 *bits = reinterpret_cast<u32 *>(shared + L::RING);
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    if (pending[i].used)
-      finish(a, pending[i], state, hist, bits, bits + 8192, need[i], visible_rows(a, pending[i].query), t);
+  if constexpr (FUSED) finish_pending<MATH>(a, pending, state, hist, list, reinterpret_cast<u32 *>(shared + L::RING), t);
 }
 
 template <KeyKind KIND, bool FUSED, bool WARPGROUP> DEVICE void score(const ScoreArgs &a) {
   extern __shared__ u8 raw_shared[];
   typedef Layout<KIND> L;
+  const u32 MATH = MATH_THREADS(WARPGROUP);
   u8 *shared = reinterpret_cast<u8 *>(((u64)raw_shared + 1023) & ~(u64)1023);
   u64 *full = reinterpret_cast<u64 *>(shared + L::BARRIERS), *empty = full + L::STAGES, *ready = empty + L::STAGES;
   u32 *starts = reinterpret_cast<u32 *>(shared + L::STARTS), *hist = reinterpret_cast<u32 *>(shared + L::HIST);
@@ -528,6 +566,7 @@ template <KeyKind KIND, bool FUSED, bool WARPGROUP> DEVICE void score(const Scor
   if (t == 0) {
     for (u32 i = 0; i < L::STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], 4);
     barrier_init(ready, 1);
+    reinterpret_cast<SelectState *>(shared + L::STATE)->listed = 0;
     barrier_fence();
   }
   for (u32 i = t; i < BINS; i += blockDim.x) hist[i] = 0;
@@ -535,24 +574,27 @@ template <KeyKind KIND, bool FUSED, bool WARPGROUP> DEVICE void score(const Scor
   if (t < 32) scan_queries(a, starts, t, FUSED);
   __syncthreads();
   u32 total = starts[a.tokens];
-  Work work = {0, 0, total, gridDim.x};
-  work.begin = (u32)((u64)total * blockIdx.x / gridDim.x), work.end = (u32)((u64)total * (blockIdx.x + 1) / gridDim.x);
-  if (t >= MATH_THREADS) {
+  // Each of the first `grid` blocks has a tile, so that all that share a query come to its counters.
+  u32 grid = min(gridDim.x, total);
+  Work work = {0, 0, total, grid};
+  if (blockIdx.x < grid)
+    work.begin = (u32)((u64)total * blockIdx.x / grid), work.end = (u32)((u64)total * (blockIdx.x + 1) / grid);
+  if (t >= MATH) {
     produce<KIND>(a, work, shared, starts, full, empty, t & 31);
     return;
   }
   if (FUSED) {
     for (u32 q = blockIdx.x; q < a.tokens; q += gridDim.x) {
       u32 rows = visible_rows(a, q);
-      if (rows <= a.top_k) emit_all<MATH_THREADS>(rows, a.top_k, at<i32>(a.selected) + (u64)q * a.top_k, t);
+      if (rows <= a.top_k) emit_all<MATH>(rows, a.top_k, at<i32>(a.selected) + (u64)q * a.top_k, t);
     }
   }
-  consume<KIND, FUSED, WARPGROUP>(a, work, shared, starts, full, empty, ready, t);
+  consume<KIND, FUSED, WARPGROUP, MATH>(a, work, shared, starts, full, empty, ready, t);
 }
 
 #define SCORE(NAME, KIND, FUSED, WARPGROUP)                                                                    \
   DYNAMIC_SHARED(NAME, Layout<KIND>::BYTES)                                                                    \
-  extern "C" __global__ void __launch_bounds__(288, 1) NAME(const __grid_constant__ ScoreArgs a) {             \
+  extern "C" __global__ void __launch_bounds__(MATH_THREADS(WARPGROUP) + 32, 1) NAME(const __grid_constant__ ScoreArgs a) {             \
     score<KIND, FUSED, WARPGROUP>(a);                                                                          \
   }
 SCORE(score_fp8, FP8, false, true)

@@ -24,24 +24,30 @@ template <u32 PER> struct RowKeys {
 
 template <u32 PER> DEVICE void select_row(const SelectArgs &a) {
   extern __shared__ u32 words_shared[];
-  __shared__ u32 hist[BINS];
+  __shared__ u32 hist[BINS], next[BINS];
   __shared__ SelectState state;
+  __shared__ List list;
   u32 t = threadIdx.x, k = a.top_k;
-  for (u32 i = t; i < BINS; i += THREADS) hist[i] = 0;
+  for (u32 i = t; i < BINS; i += THREADS) hist[i] = 0, next[i] = 0;
+  if (t == 0) state.listed = 0;
   wait_for_former();
+  RowKeys<PER> keys;
+  keys.scores = at<f32>(a.scores) + (u64)blockIdx.x * a.score_stride, keys.t = t;
+  // The scores are asked for before it is known how many count.
+#pragma unroll
+  for (u32 i = 0; i < PER; i++) {
+    u32 row = i * THREADS + t;
+    keys.key[i] = row < a.score_stride ? __ldg(at<u32>(a.scores) + (u64)blockIdx.x * a.score_stride + row) : 0u;
+  }
   u32 rows = min(__ldg(at<u32>(a.visible) + blockIdx.x), a.score_stride);
   i32 *out = at<i32>(a.selected) + (u64)blockIdx.x * k;
   if (rows <= k) {
     emit_all<THREADS>(rows, k, out, t);
     return;
   }
-  RowKeys<PER> keys;
-  keys.scores = at<f32>(a.scores) + (u64)blockIdx.x * a.score_stride, keys.rows = rows, keys.t = t;
+  keys.rows = rows;
 #pragma unroll
-  for (u32 i = 0; i < PER; i++) {
-    u32 row = i * THREADS + t;
-    keys.key[i] = row < rows ? order_key(__ldg(keys.scores + row)) : 0u;
-  }
+  for (u32 i = 0; i < PER; i++) keys.key[i] = order_key(from_bits(keys.key[i]));
   __syncthreads();
   auto each = [&](auto f) {
     RowKeys<PER>::visit(keys, [&](u32 row, u32 key, bool valid) {
@@ -49,29 +55,18 @@ template <u32 PER> DEVICE void select_row(const SelectArgs &a) {
     });
   };
   each([&](u32 row, u32 key) { atomicAdd(&hist[key >> 21], 1u); });
-  Threshold found = find_threshold<THREADS>(&state, hist, k, t, each, block_sync);
   u32 words = (rows + 31) / 32;
-  u32 *chosen = words_shared, *tied = words_shared + words;
-  RowKeys<PER>::visit(keys, [&](u32 row, u32 key, bool valid) {
-    bool equal = valid && key == found.floor;
-    u32 above = __ballot_sync(~0u, (valid && key > found.floor) || (equal && found.all_ties));
-    u32 equals = __ballot_sync(~0u, equal);
-    if ((t & 31) == 0 && row / 32 < words) {
-      chosen[row / 32] = above;
-      if (!found.all_ties) tied[row / 32] = equals;
-    }
-  });
-  __syncthreads();
-  emit_rows<THREADS>(&state, chosen, tied, words, found.all_ties ? 0 : found.ties, k, out, t, block_sync);
+  auto visit = [&](auto f) { RowKeys<PER>::visit(keys, f); };
+  choose<THREADS>(&state, hist, next, list, words_shared, words_shared + words, words, k, out, t, visit, each, block_sync);
 }
 
 // Two bitmaps; the last kernel takes up to 262,144 rows.
 DYNAMIC_SHARED(select_2k, 2 * 2048 / 8)
 DYNAMIC_SHARED(select_8k, 2 * 8192 / 8)
-DYNAMIC_SHARED(select_24k, 2 * 262144 / 8)
+DYNAMIC_SHARED(select_16k, 2 * 262144 / 8)
 
 #define SELECT(NAME, PER) \
-  extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __grid_constant__ SelectArgs a) { select_row<PER>(a); }
+  extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(const __grid_constant__ SelectArgs a) { select_row<PER>(a); }
 SELECT(select_2k, 2)
 SELECT(select_8k, 8)
-SELECT(select_24k, 24)
+SELECT(select_16k, 16)

@@ -9,7 +9,7 @@ use crate::error::KernelError;
 use crate::ops::{PagedCache, RowFormat};
 
 /// Blocks of a cluster: runs of rows that are computed apart and added in order.
-const SPLITS: u32 = 5;
+const SPLITS: u32 = 4;
 
 /// Which compressed rows a query attends to.
 #[derive(Clone, Copy, Debug)]
@@ -132,7 +132,7 @@ impl CudaKernels {
         }
         let is_hopper = self.device().compute() == (9, 0) && a.heads.is_multiple_of(64);
         let (name, threads, heads) = match a.path {
-            AttendPath::Best if is_hopper => ("attend_hopper", 384, 64),
+            AttendPath::Best if is_hopper => ("attend_hopper", 512, 64),
             _ => ("attend_portable", 256, 16),
         };
         let grid = [SPLITS, a.tokens, a.heads / heads];

@@ -155,10 +155,13 @@ impl CudaKernels {
         })
     }
 
-    /// One block a multiprocessor.
-    fn score_launch(&self, is_cooperative: bool) -> Launch {
+    /// One block a multiprocessor: a producer warp, and four groups of four warps where a warpgroup
+    /// multiplies, else two.
+    fn score_launch(&self, k: &IndexKeys<'_>, is_cooperative: bool) -> Launch {
+        let is_fp8 = k.cache.format == RowFormat::IndexFp8 && k.path == ScorePath::Best;
+        let threads = if is_fp8 && self.device().compute() == (9, 0) { 512 } else { 256 };
         let grid = [self.device().multiprocessors(), 1, 1];
-        Launch { grid, threads: 288, is_cooperative, overlaps: !is_cooperative }
+        Launch { grid, threads: threads + 32, is_cooperative, overlaps: !is_cooperative }
     }
 
     /// See [`ScoreRows`].
@@ -181,7 +184,7 @@ impl CudaKernels {
             (RowFormat::IndexFp4, _) => "score_fp4",
             _ => "score_bf16",
         };
-        self.launch(s, name, &self.score_launch(false), &arguments)
+        self.launch(s, name, &self.score_launch(&a.keys, false), &arguments)
     }
 
     /// See [`SelectRows`].
@@ -205,7 +208,7 @@ impl CudaKernels {
         let name = match a.score_stride {
             0..=2048 => "select_2k",
             2049..=8192 => "select_8k",
-            _ => "select_24k",
+            _ => "select_16k",
         };
         let grid = [a.tokens, 1, 1];
         let launch = Launch { grid, threads: 1024, is_cooperative: false, overlaps: true };
@@ -244,6 +247,6 @@ impl CudaKernels {
             (RowFormat::IndexFp4, _) => "fused_fp4",
             _ => "fused_bf16",
         };
-        self.launch(s, name, &self.score_launch(true), &arguments)
+        self.launch(s, name, &self.score_launch(k, true), &arguments)
     }
 }
