@@ -9,10 +9,10 @@
 #![expect(clippy::print_stdout, reason = "a bench prints figures")]
 
 mod cases {
-    pub mod attend;
-    pub mod index;
-    pub mod pages;
-    pub mod rows;
+    pub(crate) mod attend;
+    pub(crate) mod index;
+    pub(crate) mod pages;
+    pub(crate) mod rows;
 }
 
 use dsa_kernels::cuda::{CudaDevice, CudaKernels};
@@ -30,7 +30,8 @@ const BF16: f64 = 790e12;
 const FP8: f64 = 1580e12;
 
 /// A bench run: kernels, peers' times, generator.
-pub struct Bench {
+#[derive(Debug)]
+pub(crate) struct Bench {
     kernels: CudaKernels,
     peers: BTreeMap<String, f64>,
     rng: Rng,

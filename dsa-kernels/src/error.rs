@@ -129,7 +129,9 @@ pub enum KernelError {
         op: &'static str,
     },
     /// Memory that the device can't reach at full speed, or that is not aligned as it must be.
-    #[error("{op}: {what} is {place} memory at {address:#x}, device memory aligned to {align} expected")]
+    #[error(
+        "{op}: {what} is {place} memory at {address:#x}, device memory aligned to {align} expected"
+    )]
     Memory {
         /// Operation.
         op: &'static str,

@@ -29,7 +29,8 @@ const WHEELS: [&str; 4] = [
     "nvidia-cuda-runtime==13.0.96",
 ];
 /// Only the fused operations that are written are fused: results have the reference's bits.
-const FLAGS: [&str; 6] = ["-cubin", "-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", "-Werror=all-warnings"];
+const FLAGS: [&str; 6] =
+    ["-cubin", "-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", "-Werror=all-warnings"];
 
 /// A card generation that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

@@ -1,15 +1,17 @@
 //! Attention over window and compressed rows.
 
 use crate::{BF16, Bench, STREAM, floor_us, shuffled};
+use dsa_kernels::MemSlice;
 use dsa_kernels::cuda::{AttendPath, DeviceAttend, DeviceRows, DeviceSelection};
 use dsa_kernels::ops::{PagedCache, RowFormat};
-use dsa_kernels::MemSlice;
 
 const STRIDE: u64 = 37_440;
 
 pub(crate) fn run(b: &mut Bench) {
     for batch in [1, 8, 32, 64, 128, 256] {
-        for (name, listed) in [("window", 0), ("w128_512", 512), ("w128_1024", 1024), ("w128_4096", 4096)] {
+        for (name, listed) in
+            [("window", 0), ("w128_512", 512), ("w128_1024", 1024), ("w128_4096", 4096)]
+        {
             attend(b, &format!("attend.b{batch}_{name}"), batch, 64, listed, AttendPath::Best);
         }
     }
@@ -40,6 +42,29 @@ struct Input {
     out: MemSlice,
 }
 
+/// Queries, page tables and chosen rows of `n` tokens; `listed` of 32,768 rows each.
+fn input(b: &mut Bench, n: usize, value_count: usize, listed: usize) -> Input {
+    let bits: Vec<u8> = (0..value_count.min(1 << 20))
+        .flat_map(|_| dsa_kernels::quant::bf16_encode(0.2 * b.rng.unit()).to_le_bytes())
+        .collect();
+    let window_pages: Vec<u32> = (0..3 * n).map(|_| b.rng.below(1024) as u32).collect();
+    let mut list = Vec::new();
+    for _ in 0..n {
+        let mut chosen = shuffled(&mut b.rng, 32_768);
+        chosen.truncate(listed);
+        chosen.sort_unstable();
+        list.extend(chosen);
+    }
+    let far_pages: Vec<u32> = (0..n).flat_map(|_| shuffled(&mut b.rng, 512)).collect();
+    Input {
+        q: b.filled(2 * value_count, &bits),
+        window_pages: b.u32s(&window_pages),
+        list: b.u32s(&list),
+        far_pages: b.u32s(&far_pages),
+        out: b.random(2 * value_count),
+    }
+}
+
 fn attend(b: &mut Bench, name: &str, tokens: u32, heads: u32, listed: u32, path: AttendPath) {
     if !b.wants(name) {
         return;
@@ -48,32 +73,16 @@ fn attend(b: &mut Bench, name: &str, tokens: u32, heads: u32, listed: u32, path:
     let (window, far) = (pool(b, rows), pool(b, rows));
     let value_count = n * heads as usize * 512;
     let sets = if tokens > 1024 { 1 } else { 3 };
-    let inputs: Vec<Input> = (0..sets)
-        .map(|_| {
-            let bits: Vec<u8> = (0..value_count.min(1 << 20))
-                .flat_map(|_| dsa_kernels::quant::bf16_encode(0.2 * b.rng.unit()).to_le_bytes())
-                .collect();
-            let window_pages: Vec<u32> = (0..3 * n).map(|_| b.rng.below(1024) as u32).collect();
-            let mut list = Vec::new();
-            for _ in 0..n {
-                let mut chosen = shuffled(&mut b.rng, 32_768);
-                chosen.truncate(listed as usize);
-                chosen.sort_unstable();
-                list.extend(chosen);
-            }
-            let far_pages: Vec<u32> = (0..n).flat_map(|_| shuffled(&mut b.rng, 512)).collect();
-            Input {
-                q: b.filled(2 * value_count, &bits),
-                window_pages: b.u32s(&window_pages),
-                list: b.u32s(&list),
-                far_pages: b.u32s(&far_pages),
-                out: b.random(2 * value_count),
-            }
-        })
-        .collect();
+    let inputs: Vec<Input> = (0..sets).map(|_| input(b, n, value_count, listed as usize)).collect();
     let (positions, first) = (b.u32s(&vec![131_071; n]), b.u32s(&vec![2046; n]));
     let sinks = b.floats(heads as usize);
-    let cache = |memory| PagedCache { mem: memory, base: 0, stride: STRIDE, rows_per_page: 64, format: RowFormat::KvV4 };
+    let cache = |memory| PagedCache {
+        mem: memory,
+        base: 0,
+        stride: STRIDE,
+        rows_per_page: 64,
+        format: RowFormat::KvV4,
+    };
     let us = b.time(sets, |set| {
         let i = &inputs[set];
         let compressed = (listed > 0).then_some(DeviceRows {

@@ -1,9 +1,11 @@
 //! Index scores, selection, and both at once.
 
 use crate::{Bench, FP8, STREAM, floor_us, shuffled};
-use dsa_kernels::cuda::{IndexKeys, ScorePath, ScoreRows, SelectFused, SelectRows, fused_scratch_bytes};
-use dsa_kernels::ops::{PagedCache, RowFormat};
 use dsa_kernels::MemSlice;
+use dsa_kernels::cuda::{
+    IndexKeys, ScorePath, ScoreRows, SelectFused, SelectRows, fused_scratch_bytes,
+};
+use dsa_kernels::ops::{PagedCache, RowFormat};
 
 pub(crate) fn run(b: &mut Bench) {
     for rows in [2048, 8192, 32_768, 131_072] {
@@ -36,7 +38,14 @@ fn select(b: &mut Bench, rows: u32, batch: u32) {
         let (scores, selected) = &inputs[set];
         b.kernels.select_rows(
             STREAM,
-            &SelectRows { scores, score_stride: rows, visible: &visible, tokens: batch, top_k: 512, selected },
+            &SelectRows {
+                scores,
+                score_stride: rows,
+                visible: &visible,
+                tokens: batch,
+                top_k: 512,
+                selected,
+            },
         )
     });
     b.report(&name, us, floor_us((bytes + 2048 * batch as usize) as f64, 0.0, 1.0));
@@ -60,21 +69,26 @@ fn input(b: &mut Bench, format: RowFormat, rows: u32, batch: u32) -> Input {
     for _ in 0..31 {
         match format {
             RowFormat::IndexFp8 => {
-                block.extend((0..data).map(|_| (b.rng.bits() as u8 & 0x87) | ((b.rng.below(15) as u8) << 3)));
+                block.extend(
+                    (0..data).map(|_| (b.rng.bits() as u8 & 0x87) | ((b.rng.below(15) as u8) << 3)),
+                );
                 block.extend((0..64).flat_map(|_| (0.05 + 0.04 * b.rng.unit()).to_le_bytes()));
             }
             RowFormat::IndexFp4 => {
                 block.extend((0..data).map(|_| b.rng.bits() as u8));
                 block.extend((0..scales).map(|_| 124 + b.rng.below(4) as u8));
             }
-            _ => block.extend((0..data / 2).flat_map(|_| {
-                dsa_kernels::quant::bf16_encode(b.rng.unit()).to_le_bytes()
-            })),
+            _ => block.extend(
+                (0..data / 2)
+                    .flat_map(|_| dsa_kernels::quant::bf16_encode(b.rng.unit()).to_le_bytes()),
+            ),
         }
     }
     let heads = 64 * batch as usize;
     let codes: Vec<u8> = if format == RowFormat::IndexFp8 {
-        (0..heads * 128).map(|_| (b.rng.bits() as u8 & 0x87) | ((b.rng.below(15) as u8) << 3)).collect()
+        (0..heads * 128)
+            .map(|_| (b.rng.bits() as u8 & 0x87) | ((b.rng.below(15) as u8) << 3))
+            .collect()
     } else {
         let value = |b: &mut Bench| dsa_kernels::quant::bf16_encode(b.rng.unit()).to_le_bytes();
         (0..heads * 128).flat_map(|_| value(b)).collect()
@@ -97,7 +111,11 @@ fn score(b: &mut Bench, format: RowFormat, context_k: u32, batch: u32) {
         _ => "_bf16",
     };
     let case = format!("b{batch}_c{context_k}k");
-    let names = [format!("score{kind}.{case}"), format!("fused{kind}.{case}"), format!("pair{kind}.{case}")];
+    let names = [
+        format!("score{kind}.{case}"),
+        format!("fused{kind}.{case}"),
+        format!("pair{kind}.{case}"),
+    ];
     if !names.iter().any(|name| b.wants(name)) {
         return;
     }
@@ -109,7 +127,13 @@ fn score(b: &mut Bench, format: RowFormat, context_k: u32, batch: u32) {
     let visible = b.u32s(&vec![rows; batch as usize]);
     let scratch = b.bytes(&vec![0; fused_scratch_bytes(batch, rows / 64) as usize]);
     let keys = |set: usize| IndexKeys {
-        cache: PagedCache { mem: &inputs[set].keys.mem, base: 0, stride: 64 * row_bytes, rows_per_page: 64, format },
+        cache: PagedCache {
+            mem: &inputs[set].keys.mem,
+            base: 0,
+            stride: 64 * row_bytes,
+            rows_per_page: 64,
+            format,
+        },
         pages: &inputs[set].pages,
         pages_per_seq: rows / 64,
         visible: &visible,
@@ -125,7 +149,14 @@ fn score(b: &mut Bench, format: RowFormat, context_k: u32, batch: u32) {
     };
     let select = |set: usize| {
         let Input { scores, selected, .. } = &inputs[set];
-        let a = SelectRows { scores, score_stride: rows, visible: &visible, tokens: batch, top_k: 512, selected };
+        let a = SelectRows {
+            scores,
+            score_stride: rows,
+            visible: &visible,
+            tokens: batch,
+            top_k: 512,
+            selected,
+        };
         b.kernels.select_rows(STREAM, &a)
     };
     let operations = 2.0 * 64.0 * 128.0 * f64::from(rows) * f64::from(batch);

@@ -30,9 +30,17 @@ fn digest(b: &mut Bench, bytes: u32, count: u32) {
     }
     let total = bytes as usize * count as usize;
     let pages = b.random(total);
-    let (index, out) = (b.u32s(&shuffled(&mut b.rng.clone(), count as usize)), b.random(16 * count as usize));
+    let (index, out) =
+        (b.u32s(&shuffled(&mut b.rng.clone(), count as usize)), b.random(16 * count as usize));
     let pool = PagePool { mem: &pages.mem, base: 0, stride: u64::from(bytes) };
-    let a = DigestPages { pool, page_bytes: bytes, index: Some(&index), count, out: &out, refused: None };
+    let a = DigestPages {
+        pool,
+        page_bytes: bytes,
+        index: Some(&index),
+        count,
+        out: &out,
+        refused: None,
+    };
     let us = b.time(1, |_| b.kernels.digest_pages(STREAM, &a));
     b.report(&name, us, floor_us(total as f64, 0.0, 1.0));
     println!("figure {name}.rate {:.3} TB/s", total as f64 / us / 1e6);

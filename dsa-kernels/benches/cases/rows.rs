@@ -1,9 +1,9 @@
 //! Row stores and compressor steps.
 
 use crate::{Bench, STREAM, floor_us, shuffled};
+use dsa_kernels::MemSlice;
 use dsa_kernels::cuda::{CompressStep, FinishRows, Norm, StoreDeviceRows};
 use dsa_kernels::ops::{PagedCache, Pooling, Rounding, RowFormat};
-use dsa_kernels::MemSlice;
 
 pub(crate) fn run(b: &mut Bench) {
     for (name, format) in [
@@ -16,7 +16,9 @@ pub(crate) fn run(b: &mut Bench) {
             store(b, &format!("store_{name}.r{count}"), format, count);
         }
     }
-    for (name, dim, format) in [("c4", 512, RowFormat::KvV4), ("c4_index", 128, RowFormat::IndexFp8)] {
+    for (name, dim, format) in
+        [("c4", 512, RowFormat::KvV4), ("c4_index", 128, RowFormat::IndexFp8)]
+    {
         for batch in [1, 8, 64, 128, 512] {
             step(b, &format!("{name}_step.b{batch}"), (Pooling::C4, dim), format, batch);
         }
@@ -68,7 +70,8 @@ fn step(b: &mut Bench, name: &str, (pooling, dim): (Pooling, u32), format: RowFo
     let carry_bytes = pooling.carry_bytes(dim as usize);
     let (memory, stride, targets) = cache_of(b, format, batch);
     let (kv, gate, ape) = (b.floats(n * cols), b.floats(n * cols), b.floats(ratio as usize * cols));
-    let (carry, weight, table) = (b.floats(n * carry_bytes / 4), b.floats(dim as usize), b.floats(64 * n));
+    let (carry, weight, table) =
+        (b.floats(n * carry_bytes / 4), b.floats(dim as usize), b.floats(64 * n));
     let mut seqs = Vec::new();
     for i in 0..batch {
         seqs.extend((u64::from(i) * carry_bytes as u64).to_le_bytes());

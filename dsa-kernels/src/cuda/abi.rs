@@ -187,7 +187,8 @@ mod tests {
         for line in HEADER.lines().map(str::trim) {
             if let Some(name) = line.strip_prefix("struct ").and_then(|l| l.strip_suffix(" {")) {
                 structs.push((name.to_owned(), Vec::new()));
-            } else if let Some((kind, field)) = line.strip_suffix(';').and_then(|l| l.split_once(' '))
+            } else if let Some((kind, field)) =
+                line.strip_suffix(';').and_then(|l| l.split_once(' '))
                 && let Some(last) = structs.last_mut()
                 && !line.starts_with("typedef")
             {

@@ -165,7 +165,13 @@ impl CudaDevice {
     }
 
     /// A copy inside of one allocation whose ranges overlap goes through memory of its own.
-    fn copy_through(&self, stream: &Stream, to: u64, from: u64, len: usize) -> Result<(), DeviceError> {
+    fn copy_through(
+        &self,
+        stream: &Stream,
+        to: u64,
+        from: u64,
+        len: usize,
+    ) -> Result<(), DeviceError> {
         let between = Allocation {
             gpu: Arc::clone(&self.gpu),
             address: self.gpu.alloc(len)?,
@@ -190,7 +196,8 @@ impl Device for CudaDevice {
         if matches!(place, Place::Host | Place::Shared) {
             return Mem::map(place, bytes);
         }
-        let failed = |source: std::io::Error| DeviceError::Alloc { bytes, place: place.name(), source };
+        let failed =
+            |source: std::io::Error| DeviceError::Alloc { bytes, place: place.name(), source };
         let len = usize::try_from(bytes).ok().filter(|len| isize::try_from(*len).is_ok());
         let len = len.ok_or_else(|| failed(std::io::ErrorKind::OutOfMemory.into()))?;
         let out_of_memory = |error| match error {
@@ -212,7 +219,8 @@ impl Device for CudaDevice {
         if to.len != from.len {
             return Err(DeviceError::UnequalLengths { to: to.len, from: from.len });
         }
-        let (target, source) = (to.mem.address(to.offset, to.len)?, from.mem.address(from.offset, from.len)?);
+        let (target, source) =
+            (to.mem.address(to.offset, to.len)?, from.mem.address(from.offset, from.len)?);
         let len = to.len as usize;
         if len == 0 {
             return Ok(());

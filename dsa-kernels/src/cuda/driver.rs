@@ -496,8 +496,7 @@ impl Module {
         // SAFETY: the module lives; `raw` is a place for one handle; the name ends with a zero.
         let found = unsafe { sys::cuModuleGetFunction(&raw mut raw, self.raw, text.as_ptr()) };
         check("cuModuleGetFunction", found)?;
-        let attribute =
-            sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let bytes = i32::try_from(dynamic_bytes).unwrap_or(i32::MAX);
         // SAFETY: the function is one of the module.
         check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(raw, attribute, bytes) })?;

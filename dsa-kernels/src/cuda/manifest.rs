@@ -106,6 +106,9 @@ mod tests {
         assert_eq!(line(&TEXT.replace("64 0", "64")), 5);
         assert_eq!(line(&TEXT.replace("pages.cubin", "../pages.cubin")), 4);
         assert_eq!(line(&TEXT.replace("00ff", "00fg")), 3);
-        assert_eq!(line(&TEXT.replace("file pages.cubin 0000000000000001 0000000000000002\n", "")), 4);
+        assert_eq!(
+            line(&TEXT.replace("file pages.cubin 0000000000000001 0000000000000002\n", "")),
+            4
+        );
     }
 }

@@ -113,11 +113,16 @@ const KEYS: [RowFormat; 3] = [RowFormat::IndexFp8, RowFormat::IndexFp4, RowForma
 
 impl CudaKernels {
     /// What score and fused launches share.
-    fn score_arguments(&self, op: &'static str, k: &IndexKeys<'_>) -> Result<ScoreArgs, KernelError> {
+    fn score_arguments(
+        &self,
+        op: &'static str,
+        k: &IndexKeys<'_>,
+    ) -> Result<ScoreArgs, KernelError> {
         let cache = cache_of(op, &k.cache, &KEYS)?;
         holds(op, cache.rows_per_page == TILE, "a page of index keys has 64 rows")?;
         holds(op, k.tokens <= QUERIES_MAX, "more than 1024 query tokens")?;
-        let per_seq = (1..=8).contains(&k.tokens_per_seq) && k.tokens.is_multiple_of(k.tokens_per_seq);
+        let per_seq =
+            (1..=8).contains(&k.tokens_per_seq) && k.tokens.is_multiple_of(k.tokens_per_seq);
         holds(op, per_seq, "the tokens of a sequence are not 1 to 8, or do not divide all tokens")?;
         holds(op, k.pages_per_seq <= ROWS_MAX / TILE, "more than 262,144 rows")?;
         let tokens = u64::from(k.tokens);

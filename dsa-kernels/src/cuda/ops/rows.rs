@@ -118,7 +118,11 @@ impl CudaKernels {
     ///
     /// # Errors
     /// [`KernelError`] for memory, sizes, formats or alignment that do not fit.
-    pub fn store_device_rows(&self, s: StreamId, a: &StoreDeviceRows<'_>) -> Result<(), KernelError> {
+    pub fn store_device_rows(
+        &self,
+        s: StreamId,
+        a: &StoreDeviceRows<'_>,
+    ) -> Result<(), KernelError> {
         let op = "store_rows";
         let (width, count) = (a.cache.format.width() as u64, u64::from(a.count));
         let weight = a.norm.map(|norm| norm.weight);

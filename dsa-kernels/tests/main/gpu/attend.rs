@@ -25,12 +25,14 @@ fn pool(gpu: &Gpu, rng: &mut Rng, rows: &[usize], rows_per_page: usize) -> Pool 
     let host = CpuDevice::new().alloc(Place::Host, count as u64 * stride).unwrap();
     host.write(0, &vec![0xff; host.len() as usize]).unwrap();
     let format = RowFormat::KvV4;
-    let cache = PagedCache { mem: &host, base: 0, stride, rows_per_page: rows_per_page as u32, format };
+    let cache =
+        PagedCache { mem: &host, base: 0, stride, rows_per_page: rows_per_page as u32, format };
     let pages = shuffled(rng, count);
     let mut plain = Vec::new();
     for (n, rows) in rows.iter().enumerate() {
         let own = &pages[n * per_seq..(n + 1) * per_seq];
-        let target = |i: usize| RowTarget { page: own[i / rows_per_page], row: (i % rows_per_page) as u32 };
+        let target =
+            |i: usize| RowTarget { page: own[i / rows_per_page], row: (i % rows_per_page) as u32 };
         let targets: Vec<RowTarget> = (0..*rows).map(target).collect();
         let values = rng.bf16s(rows * 512);
         let values = TensorRef::from_f32(&values, *rows, 512).unwrap();
@@ -48,7 +50,13 @@ fn pool(gpu: &Gpu, rng: &mut Rng, rows: &[usize], rows_per_page: usize) -> Pool 
 
 impl Pool {
     fn cache(&self, rows_per_page: u32) -> PagedCache<'_> {
-        PagedCache { mem: &self.mem, base: 0, stride: self.stride, rows_per_page, format: RowFormat::KvV4 }
+        PagedCache {
+            mem: &self.mem,
+            base: 0,
+            stride: self.stride,
+            rows_per_page,
+            format: RowFormat::KvV4,
+        }
     }
 }
 
@@ -73,10 +81,20 @@ struct Case {
 }
 
 /// One sequence for each last position, with `tokens_per_seq` tokens that end there.
-fn case(gpu: &Gpu, rng: &mut Rng, last: &[u32], tokens_per_seq: usize, heads: usize, choice: &Choice) -> Case {
+fn case(
+    gpu: &Gpu,
+    rng: &mut Rng,
+    last: &[u32],
+    tokens_per_seq: usize,
+    heads: usize,
+    choice: &Choice,
+) -> Case {
     let positions: Vec<u32> = last
         .iter()
-        .flat_map(|p| (0..tokens_per_seq as u32).map(move |i| (p + 1 + i).saturating_sub(tokens_per_seq as u32)))
+        .flat_map(|p| {
+            (0..tokens_per_seq as u32)
+                .map(move |i| (p + 1 + i).saturating_sub(tokens_per_seq as u32))
+        })
         .collect();
     let lens: Vec<usize> = last.iter().map(|p| *p as usize + 1).collect();
     let window = pool(gpu, rng, &lens, 64);
@@ -92,7 +110,8 @@ fn case(gpu: &Gpu, rng: &mut Rng, last: &[u32], tokens_per_seq: usize, heads: us
     let mut list = Vec::new();
     for p in &positions {
         let visible = (*p as usize + 1) / 4;
-        let mut rows: Vec<i32> = shuffled(rng, visible).into_iter().take(top_k).map(|r| r as i32).collect();
+        let mut rows: Vec<i32> =
+            shuffled(rng, visible).into_iter().take(top_k).map(|r| r as i32).collect();
         rows.sort_unstable();
         rows.resize(top_k, -1);
         // Rows that do not exist may stand anywhere.
@@ -160,8 +179,9 @@ impl Case {
     /// Rows that token `t` sees.
     fn rows(&self, t: usize) -> Vec<&[f32]> {
         let (seq, p) = (t / self.tokens_per_seq, self.positions[t] as usize);
-        let mut rows: Vec<&[f32]> =
-            (p.saturating_sub(127)..=p).map(|i| &self.window.plain[seq][512 * i..512 * (i + 1)]).collect();
+        let mut rows: Vec<&[f32]> = (p.saturating_sub(127)..=p)
+            .map(|i| &self.window.plain[seq][512 * i..512 * (i + 1)])
+            .collect();
         if let Some(far) = &self.far {
             let all: Vec<i32> = if self.top_k > 0 {
                 self.list[t * self.top_k..(t + 1) * self.top_k].to_vec()
@@ -169,7 +189,11 @@ impl Case {
                 (0..((p + 1) / self.ratio as usize) as i32).collect()
             };
             let exists = |r: &i32| *r >= 0 && (*r as usize) < far.plain[seq].len() / 512;
-            rows.extend(all.iter().filter(|r| exists(r)).map(|r| &far.plain[seq][512 * *r as usize..][..512]));
+            rows.extend(
+                all.iter()
+                    .filter(|r| exists(r))
+                    .map(|r| &far.plain[seq][512 * *r as usize..][..512]),
+            );
         }
         rows
     }
@@ -178,7 +202,9 @@ impl Case {
     fn wide(&self, t: usize, h: usize) -> Vec<f64> {
         let rows = self.rows(t);
         let q = &self.q[(t * self.sinks.len() + h) * 512..][..512];
-        let dot = |row: &&[f32]| q.iter().zip(*row).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+        let dot = |row: &&[f32]| {
+            q.iter().zip(*row).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>()
+        };
         let scores: Vec<f64> = rows.iter().map(|row| dot(row) * 512f64.powf(-0.5)).collect();
         let sink = f64::from(self.sinks[h]);
         let most = scores.iter().fold(sink, |m, s| m.max(*s));
@@ -193,7 +219,10 @@ impl Case {
 
     fn check(&self, gpu: &Gpu, case: &str, path: AttendPath, worst: &mut f64) {
         let (got, again) = (self.run(gpu, path), self.run(gpu, path));
-        assert!(got.iter().zip(&again).all(|(a, b)| a.to_bits() == b.to_bits()), "{case}: two runs");
+        assert!(
+            got.iter().zip(&again).all(|(a, b)| a.to_bits() == b.to_bits()),
+            "{case}: two runs"
+        );
         let heads = self.sinks.len();
         for t in 0..self.positions.len() {
             // All heads of a few, to keep the time bounded.
@@ -220,7 +249,13 @@ fn attention_is_that_of_fp64() {
     for path in [AttendPath::Best, AttendPath::Portable] {
         let mut worst = 0.0;
         for heads in [16, 64, 128] {
-            for choice in [Choice::None, Choice::All(128), Choice::All(4), Choice::Listed(61), Choice::Listed(512)] {
+            for choice in [
+                Choice::None,
+                Choice::All(128),
+                Choice::All(4),
+                Choice::Listed(61),
+                Choice::Listed(512),
+            ] {
                 let name = match choice {
                     Choice::None => "window".to_owned(),
                     Choice::All(ratio) => format!("all, ratio {ratio}"),
@@ -266,7 +301,10 @@ fn attention_does_not_depend_on_the_batch() {
             };
             let got = alone.run(gpu, path);
             let want = &together[n * 64 * 512..(n + 1) * 64 * 512];
-            assert!(got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits()), "{path:?}, sequence {n}");
+            assert!(
+                got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits()),
+                "{path:?}, sequence {n}"
+            );
         }
     }
 }

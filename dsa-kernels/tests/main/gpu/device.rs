@@ -59,11 +59,9 @@ fn a_graph_repeats_what_was_recorded() {
     let source = gpu.bytes(&[7; 4096]);
     let out = gpu.poisoned(16);
     let pool = PagePool { mem: &source.mem, base: 0, stride: 4096 };
-    let digest = DigestPages { pool, page_bytes: 4096, index: None, count: 1, out: &out, refused: None };
-    let graph = gpu
-        .device()
-        .capture(STREAM, || gpu.kernels.digest_pages(STREAM, &digest))
-        .unwrap();
+    let digest =
+        DigestPages { pool, page_bytes: 4096, index: None, count: 1, out: &out, refused: None };
+    let graph = gpu.device().capture(STREAM, || gpu.kernels.digest_pages(STREAM, &digest)).unwrap();
     assert_eq!(gpu.read(&out), [0xff; 16], "recorded, not run");
     gpu.device().replay(STREAM, &graph).unwrap();
     let first = gpu.read(&out);

@@ -45,9 +45,16 @@ struct Case {
     weights_there: MemSlice,
 }
 
-/// `rows` of each sequence; each sequence's tokens see up to `tokens_per_seq - 1` rows less.
-fn case(gpu: &Gpu, rng: &mut Rng, kind: (RowFormat, IndexRounding), rows: &[usize], tokens_per_seq: usize) -> Case {
-    let (format, rounding) = kind;
+/// Keys of sequences with `rows` rows in pages of 64 in scattered order, on the host.
+struct Keys {
+    bytes: Vec<u8>,
+    stride: u64,
+    pages: Vec<u32>,
+    pages_per_seq: usize,
+    plain: Vec<Vec<f32>>,
+}
+
+fn keys(rng: &mut Rng, format: RowFormat, rows: &[usize]) -> Keys {
     let row_bytes = (format.data_bytes() + format.scale_bytes()) as u64;
     let stride = 64 * row_bytes + 16 * rng.below(3) as u64;
     let pages_per_seq = rows.iter().max().unwrap().div_ceil(64).max(1);
@@ -55,26 +62,41 @@ fn case(gpu: &Gpu, rng: &mut Rng, kind: (RowFormat, IndexRounding), rows: &[usiz
     let host = CpuDevice::new().alloc(Place::Host, count as u64 * stride).unwrap();
     // Unwritten rows hold NaN in each format that has one.
     host.write(0, &vec![0xff; host.len() as usize]).unwrap();
-    let list = shuffled(rng, count);
+    let mut pages = shuffled(rng, count);
+    pages.truncate(rows.len() * pages_per_seq);
     let cache = PagedCache { mem: &host, base: 0, stride, rows_per_page: 64, format };
-    let mut plain_keys = Vec::new();
-    for (n, rows) in rows.iter().enumerate() {
-        let pages = &list[n * pages_per_seq..(n + 1) * pages_per_seq];
-        let targets: Vec<RowTarget> =
-            (0..*rows).map(|i| RowTarget { page: pages[i / 64], row: (i % 64) as u32 }).collect();
+    let mut plain = Vec::new();
+    for (own, rows) in pages.chunks(pages_per_seq).zip(rows) {
+        let target = |i: usize| RowTarget { page: own[i / 64], row: (i % 64) as u32 };
+        let targets: Vec<RowTarget> = (0..*rows).map(target).collect();
         let values = rng.bf16s(rows * 128);
-        let stored = StoreRows { rows: TensorRef::from_f32(&values, *rows, 128).unwrap(), cache, targets: &targets };
-        CpuReference.store_rows(stored).unwrap();
-        let mut plain = vec![0.0; rows * 128];
-        let back = dsa_kernels::TensorMut::from_f32(&mut plain, *rows, 128).unwrap();
-        CpuReference.load_rows(LoadRows { cache, sources: &targets, rows: back }).unwrap();
-        plain_keys.push(plain);
+        let values = TensorRef::from_f32(&values, *rows, 128).unwrap();
+        CpuReference.store_rows(StoreRows { rows: values, cache, targets: &targets }).unwrap();
+        let mut back = vec![0.0; rows * 128];
+        let into = dsa_kernels::TensorMut::from_f32(&mut back, *rows, 128).unwrap();
+        CpuReference.load_rows(LoadRows { cache, sources: &targets, rows: into }).unwrap();
+        plain.push(back);
     }
     let mut bytes = vec![0; host.len() as usize];
     host.read(0, &mut bytes).unwrap();
+    Keys { bytes, stride, pages, pages_per_seq, plain }
+}
+
+/// `rows` of each sequence; each sequence's tokens see up to `tokens_per_seq - 1` rows less.
+fn case(
+    gpu: &Gpu,
+    rng: &mut Rng,
+    (format, rounding): (RowFormat, IndexRounding),
+    rows: &[usize],
+    tokens_per_seq: usize,
+) -> Case {
+    let keys = keys(rng, format, rows);
     let tokens = rows.len() * tokens_per_seq;
     let visible: Vec<u32> = (0..tokens)
-        .map(|t| (rows[t / tokens_per_seq] as u32).saturating_sub((tokens_per_seq - 1 - t % tokens_per_seq) as u32))
+        .map(|t| {
+            let less = tokens_per_seq - 1 - t % tokens_per_seq;
+            (rows[t / tokens_per_seq] as u32).saturating_sub(less as u32)
+        })
         .collect();
     let weights = rng.floats(tokens * 64);
     let table: Vec<f32> = (0..tokens * 64).map(|i| if i % 64 < 32 { 0.6 } else { 0.8 }).collect();
@@ -99,13 +121,13 @@ fn case(gpu: &Gpu, rng: &mut Rng, kind: (RowFormat, IndexRounding), rows: &[usiz
     };
     Case {
         format,
-        keys: gpu.bytes(&bytes).mem,
-        stride,
-        pages: list[..rows.len() * pages_per_seq].to_vec(),
-        pages_per_seq,
+        keys: gpu.bytes(&keys.bytes).mem,
+        stride: keys.stride,
+        pages: keys.pages,
+        pages_per_seq: keys.pages_per_seq,
         visible,
         tokens_per_seq,
-        plain_keys,
+        plain_keys: keys.plain,
         plain_queries,
         weights: gpu.read_f32(&weights_there),
         codes,
@@ -154,7 +176,8 @@ impl Case {
     }
 
     fn select(&self, gpu: &Gpu, scores: &MemSlice, top_k: usize) -> Vec<i32> {
-        let (visible, selected) = (gpu.u32s(&self.visible), gpu.poisoned(4 * self.tokens() * top_k));
+        let (visible, selected) =
+            (gpu.u32s(&self.visible), gpu.poisoned(4 * self.tokens() * top_k));
         let a = SelectRows {
             scores,
             score_stride: self.stride_rows() as u32,
@@ -174,7 +197,12 @@ impl Case {
         self.with_keys(gpu, path, |keys| {
             let run = || {
                 let selected = gpu.poisoned(4 * self.tokens() * top_k);
-                let a = SelectFused { keys, top_k: top_k as u32, selected: &selected, scratch: &scratch };
+                let a = SelectFused {
+                    keys,
+                    top_k: top_k as u32,
+                    selected: &selected,
+                    scratch: &scratch,
+                };
                 gpu.kernels.select_fused(STREAM, &a).unwrap();
                 gpu.read_i32(&selected)
             };
@@ -205,7 +233,8 @@ impl Case {
 }
 
 fn check(gpu: &Gpu, c: &Case, path: ScorePath, top_ks: &[usize], worst: &mut f64) {
-    let case = format!("{:?} {path:?}, {:?} rows, {} tokens each", c.format, c.visible, c.tokens_per_seq);
+    let case =
+        format!("{:?} {path:?}, {:?} rows, {} tokens each", c.format, c.visible, c.tokens_per_seq);
     let (scores, there) = c.scores(gpu, path);
     let (again, _) = c.scores(gpu, path);
     let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
@@ -216,7 +245,10 @@ fn check(gpu: &Gpu, c: &Case, path: ScorePath, top_ks: &[usize], worst: &mut f64
         assert!(rest.iter().all(|s| s.to_bits() == u32::MAX), "{case}: token {t} behind its rows");
         for (row, (s, (want, size))) in seen.iter().zip(c.wide(t)).enumerate() {
             let error = (f64::from(*s) - want).abs() / size.max(1e-30);
-            assert!(error < 3e-4, "{case}: token {t}, row {row}: {s} for {want}, {error:e} of {size}");
+            assert!(
+                error < 3e-4,
+                "{case}: token {t}, row {row}: {s} for {want}, {error:e} of {size}"
+            );
             *worst = worst.max(error);
         }
     }
@@ -233,18 +265,30 @@ fn check(gpu: &Gpu, c: &Case, path: ScorePath, top_ks: &[usize], worst: &mut f64
 
 #[test]
 fn scores_are_those_of_fp64_and_the_choice_is_the_sorted_one() {
-    let Some(gpu) = gpu("scores_are_those_of_fp64_and_the_choice_is_the_sorted_one") else { return };
+    let Some(gpu) = gpu("scores_are_those_of_fp64_and_the_choice_is_the_sorted_one") else {
+        return;
+    };
     let rng = &mut gpu.rng(21);
     for kind in KINDS {
-        let paths: &[ScorePath] =
-            if kind.0 == RowFormat::IndexFp8 { &[ScorePath::Best, ScorePath::Warp] } else { &[ScorePath::Best] };
+        let paths: &[ScorePath] = if kind.0 == RowFormat::IndexFp8 {
+            &[ScorePath::Best, ScorePath::Warp]
+        } else {
+            &[ScorePath::Best]
+        };
         for path in paths {
             let mut worst = 0.0;
-            for rows in [&[0, 1, 2, 61, 69][..], &[576], &[511, 512, 513, 2048], &[64], &[1500; 9]] {
+            for rows in [&[0, 1, 2, 61, 69][..], &[576], &[511, 512, 513, 2048], &[64], &[1500; 9]]
+            {
                 check(gpu, &case(gpu, rng, kind, rows, 1), *path, &[1, 61, 512, 1024], &mut worst);
             }
             for tokens in [2, 3, 8] {
-                check(gpu, &case(gpu, rng, kind, &[700, 3, 1025], tokens), *path, &[512], &mut worst);
+                check(
+                    gpu,
+                    &case(gpu, rng, kind, &[700, 3, 1025], tokens),
+                    *path,
+                    &[512],
+                    &mut worst,
+                );
             }
             check(gpu, &case(gpu, rng, kind, &[9000, 100], 1), *path, &[512], &mut worst);
             check(gpu, &case(gpu, rng, kind, &[300; 150], 1), *path, &[64], &mut worst);
@@ -266,13 +310,19 @@ fn a_score_does_not_depend_on_the_batch() {
         for size in [1, 2, 5] {
             for group in order.chunks(size) {
                 let pick = |bytes: &[u8], each: usize| -> Vec<u8> {
-                    group.iter().flat_map(|s| bytes[*s as usize * each..][..each].to_vec()).collect()
+                    group
+                        .iter()
+                        .flat_map(|s| bytes[*s as usize * each..][..each].to_vec())
+                        .collect()
                 };
                 let part = Case {
                     keys: whole.keys.clone(),
                     pages: group
                         .iter()
-                        .flat_map(|s| whole.pages[*s as usize * whole.pages_per_seq..][..whole.pages_per_seq].to_vec())
+                        .flat_map(|s| {
+                            whole.pages[*s as usize * whole.pages_per_seq..][..whole.pages_per_seq]
+                                .to_vec()
+                        })
                         .collect(),
                     visible: group.iter().map(|s| whole.visible[*s as usize]).collect(),
                     codes: gpu.bytes(&pick(&codes, query_bytes)),
@@ -289,7 +339,10 @@ fn a_score_does_not_depend_on_the_batch() {
                 for (i, s) in group.iter().enumerate() {
                     let rows = part.visible[i] as usize;
                     let (a, b) = (&got[i * n..][..rows], &scores[*s as usize * n..][..rows]);
-                    assert!(a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()), "{kind:?} {group:?}");
+                    assert!(
+                        a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()),
+                        "{kind:?} {group:?}"
+                    );
                 }
             }
         }
@@ -319,7 +372,9 @@ fn selection_is_exact_for_difficult_values() {
     let Some(gpu) = gpu("selection_is_exact_for_difficult_values") else { return };
     let rng = &mut gpu.rng(24);
     let specials = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, 1e-40, -1.0];
-    for rows in [0, 1, 2, 61, 69, 511, 512, 513, 576, 1024, 2047, 2048, 2049, 8192, 8193, 30_000, 262_144] {
+    for rows in
+        [0, 1, 2, 61, 69, 511, 512, 513, 576, 1024, 2047, 2048, 2049, 8192, 8193, 30_000, 262_144]
+    {
         let stride = rows + rng.below(3).min(262_144 - rows);
         let kinds: [&dyn Fn(&mut Rng) -> f32; 5] = [
             &|rng| rng.unit(),

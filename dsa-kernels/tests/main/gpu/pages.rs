@@ -32,7 +32,8 @@ fn fold(x: u64, y: u64) -> u64 {
 /// The definition of the page digest once more, word by word.
 fn digest(bytes: &[u8]) -> [u8; 16] {
     let seed = 0x243f_6a88_85a3_08d3;
-    let (stripe, low, high) = (split_mix(seed, 128), split_mix(seed ^ 1, 8), split_mix(seed ^ 2, 8));
+    let (stripe, low, high) =
+        (split_mix(seed, 128), split_mix(seed ^ 1, 8), split_mix(seed ^ 2, 8));
     let (mut l, mut h) = (0u64, 0u64);
     for (i, chunk) in bytes.chunks(1024).enumerate() {
         let mut padded = chunk.to_vec();

@@ -25,7 +25,13 @@ fn mat_mut(data: &mut [f32], cols: usize) -> TensorMut<'_> {
 fn on_device<'a>(gpu: &Gpu, pages: &Pages, mem: &'a mut Option<Mem>) -> PagedCache<'a> {
     let mem = mem.insert(gpu.bytes(&pages.bytes()).mem);
     let host = pages.cache();
-    PagedCache { mem, base: host.base, stride: host.stride, rows_per_page: host.rows_per_page, format: host.format }
+    PagedCache {
+        mem,
+        base: host.base,
+        stride: host.stride,
+        rows_per_page: host.rows_per_page,
+        format: host.format,
+    }
 }
 
 fn pairs(targets: &[RowTarget]) -> Vec<u32> {
@@ -42,7 +48,14 @@ fn table(rng: &mut Rng, rows: usize) -> Vec<f32> {
 }
 
 /// Norm, rotation and store on the CPU.
-fn finish(rows: &[f32], weight: &[f32], table: &[f32], rounding: Rounding, pages: &Pages, targets: &[RowTarget]) {
+fn finish(
+    rows: &[f32],
+    weight: &[f32],
+    table: &[f32],
+    rounding: Rounding,
+    pages: &Pages,
+    targets: &[RowTarget],
+) {
     let width = pages.cache().format.width();
     let mut values = vec![0.0; rows.len()];
     let (x, y) = (mat(rows, width), mat_mut(&mut values, width));
@@ -55,7 +68,14 @@ fn finish(rows: &[f32], weight: &[f32], table: &[f32], rounding: Rounding, pages
     CpuReference.store_rows(store).unwrap();
 }
 
-fn store(gpu: &Gpu, rng: &mut Rng, format: RowFormat, per_page: u32, count: usize, rounding: Rounding) {
+fn store(
+    gpu: &Gpu,
+    rng: &mut Rng,
+    format: RowFormat,
+    per_page: u32,
+    count: usize,
+    rounding: Rounding,
+) {
     let width = format.width();
     let host = Pages::new(rng, format, per_page, count.max(1));
     let mut memory = None;
@@ -167,7 +187,11 @@ fn index_queries_have_the_bits_of_the_cpu() {
             let scales = gpu.read_f32(&weights_out);
             let got: Vec<f32> = if kind == IndexRounding::Fp8 {
                 let codes = gpu.read(&codes);
-                codes.iter().enumerate().map(|(i, c)| quant::e4m3_decode(*c) * scales[i / 128]).collect()
+                codes
+                    .iter()
+                    .enumerate()
+                    .map(|(i, c)| quant::e4m3_decode(*c) * scales[i / 128])
+                    .collect()
             } else {
                 assert!(scales.iter().all(|s| *s == 1.0));
                 gpu.read_bf16(&codes)
@@ -189,10 +213,9 @@ struct Compressor {
 }
 
 impl Compressor {
-    fn step(&mut self, gpu: &Gpu, rng: &mut Rng, counts: &[usize], carry: &Mem, carry_there: &MemSlice) {
-        let (cols, ratio) = (self.pooling.cols(self.dim), self.pooling.ratio());
-        let tokens: usize = counts.iter().sum();
-        let (kv, gate) = (rng.floats(tokens * cols), rng.floats(tokens * cols));
+    /// The sequences of a step of `counts` tokens, as the CPU takes them and as bytes, and the rows
+    /// that they complete.
+    fn advance(&mut self, counts: &[usize]) -> (Vec<CompressSeq>, Vec<u8>, usize) {
         let (mut seqs, mut bytes, mut first, mut rows) = (Vec::new(), Vec::new(), 0, 0);
         for (n, count) in counts.iter().enumerate() {
             let start_pos = self.positions[n] as u32;
@@ -204,9 +227,24 @@ impl Compressor {
                 bytes.extend(value.to_le_bytes());
             }
             first += count;
-            rows += part.rows_emitted(ratio);
+            rows += part.rows_emitted(self.pooling.ratio());
             self.positions[n] += count;
         }
+        (seqs, bytes, rows)
+    }
+
+    fn step(
+        &mut self,
+        gpu: &Gpu,
+        rng: &mut Rng,
+        counts: &[usize],
+        carry: &Mem,
+        carry_there: &MemSlice,
+    ) {
+        let (cols, ratio) = (self.pooling.cols(self.dim), self.pooling.ratio());
+        let tokens: usize = counts.iter().sum();
+        let (kv, gate) = (rng.floats(tokens * cols), rng.floats(tokens * cols));
+        let (seqs, bytes, rows) = self.advance(counts);
         let host = Pages::new(rng, self.format, 64, rows.max(1));
         let targets: Vec<RowTarget> = (0..rows).map(|i| host.target(i)).collect();
         let table = table(rng, rows);
@@ -215,7 +253,8 @@ impl Compressor {
         let (kv_there, gate_there) = (gpu.f32s(&kv), gpu.f32s(&gate));
         let (ape_there, seqs_there) = (gpu.f32s(&self.ape), gpu.bytes(&bytes));
         let (weight_there, table_there) = (gpu.f32s(&self.weight), gpu.f32s(&table));
-        let (rows_there, targets_there) = (gpu.poisoned(4 * rows * self.dim), gpu.u32s(&pairs(&targets)));
+        let (rows_there, targets_there) =
+            (gpu.poisoned(4 * rows * self.dim), gpu.u32s(&pairs(&targets)));
         let refused = gpu.u32s(&[0]);
         let a = CompressStep {
             kv: &kv_there,
@@ -265,11 +304,24 @@ impl Compressor {
     }
 }
 
-fn compressor(gpu: &Gpu, rng: &mut Rng, pooling: Pooling, dim: usize, format: RowFormat, rounding: Rounding) {
+fn compressor(
+    gpu: &Gpu,
+    rng: &mut Rng,
+    pooling: Pooling,
+    dim: usize,
+    format: RowFormat,
+    rounding: Rounding,
+) {
     use dsa_kernels::{CpuDevice, Device, Place};
     let (cols, ratio) = (pooling.cols(dim), pooling.ratio() as usize);
-    let steps: &[[usize; 4]] =
-        &[[1, 3, 0, 576], [1, 1, 61, 1], [2, 128, 69, 8], [1, 1, 1, 1], [5, 4, 300, 127], [1, 2, 3, 4]];
+    let steps: &[[usize; 4]] = &[
+        [1, 3, 0, 576],
+        [1, 1, 61, 1],
+        [2, 128, 69, 8],
+        [1, 1, 1, 1],
+        [5, 4, 300, 127],
+        [1, 2, 3, 4],
+    ];
     let bytes = 4 * pooling.carry_bytes(dim);
     let carry = CpuDevice::new().alloc(Place::Host, bytes as u64).unwrap();
     let carry_there = gpu.bytes(&vec![0; bytes]);
@@ -298,16 +350,15 @@ fn sequences_outside_of_their_memory_are_left_out() {
     let Some(gpu) = gpu("sequences_outside_of_their_memory_are_left_out") else { return };
     let rng = &mut gpu.rng(15);
     let carry_bytes = c4_carry_bytes(128);
-    let (kv, gate, ape) =
-        (gpu.f32s(&rng.floats(8 * 256)), gpu.f32s(&rng.floats(8 * 256)), gpu.f32s(&rng.floats(4 * 256)));
+    let (kv, gate, ape) = (
+        gpu.f32s(&rng.floats(8 * 256)),
+        gpu.f32s(&rng.floats(8 * 256)),
+        gpu.f32s(&rng.floats(4 * 256)),
+    );
     let carry = gpu.bytes(&vec![0; carry_bytes]);
     // Tokens behind the step, a carry that does not fit, a crooked one, a row too many.
-    let seqs: [(u64, [u32; 4]); 4] = [
-        (0, [5, 4, 0, 0]),
-        (16, [0, 1, 0, 0]),
-        (2, [0, 1, 0, 0]),
-        (0, [0, 8, 0, 1]),
-    ];
+    let seqs: [(u64, [u32; 4]); 4] =
+        [(0, [5, 4, 0, 0]), (16, [0, 1, 0, 0]), (2, [0, 1, 0, 0]), (0, [0, 8, 0, 1])];
     let bytes: Vec<u8> = seqs
         .iter()
         .flat_map(|(offset, rest)| {
