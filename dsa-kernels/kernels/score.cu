@@ -11,6 +11,11 @@
 #include "select.cuh"
 #include "wgmma.cuh"
 
+#if !HAS_WGMMA
+// Only descriptors gain from values that are known to be uniform; elsewhere they cost registers.
+#define uniform(X) (X)
+#endif
+
 #define TILE 64u
 #define HEADS 64u
 #define QUERIES_MAX 1024u
@@ -183,12 +188,19 @@ DEVICE void products_wgmma(f32 (&d)[32], u32 tile, u32 query) {
 }
 #endif
 
+// Data-centre Blackwell has no E4M3 instruction of a warp; what stands in for it takes registers.
+#if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+const int E4M3_STEPS = 1;
+#else
+const int E4M3_STEPS = 4;
+#endif
+
 // E4M3 by the instruction of a warp: 16 rows a warp, K = 32 a step.
 DEVICE void products_fp8(f32 (&d)[32], u32 tile, u32 query, u32 warp, u32 lane) {
   f32(&tiles)[8][4] = reinterpret_cast<f32(&)[8][4]>(d);
 #pragma unroll
   for (int i = 0; i < 32; i++) d[i] = 0;
-#pragma unroll
+#pragma unroll (E4M3_STEPS)
   for (int k = 0; k < 4; k++) {
     u32 a[4], row = 16 * warp + (lane & 15);
     matrix_load4(a, tile + swizzled(row, 32 * k + 16 * (lane >> 4)));
