@@ -8,7 +8,7 @@
 #pragma once
 #include "common.cuh"
 
-#define SPLITS 4u
+#define SPLITS 5u
 #define WIDTH 512u
 
 // The rows of one query.
