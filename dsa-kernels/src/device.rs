@@ -7,6 +7,7 @@
 mod mem;
 
 use crate::error::DeviceError;
+pub(crate) use mem::Backing;
 pub use mem::Mem;
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,6 +21,8 @@ pub enum Place {
     Shared,
     /// Memory of an accelerator.
     Device,
+    /// Page-locked host memory that an accelerator reads and writes directly.
+    Pinned,
 }
 
 impl Place {
@@ -30,6 +33,7 @@ impl Place {
             Self::Host => "host",
             Self::Shared => "shared",
             Self::Device => "device",
+            Self::Pinned => "pinned",
         }
     }
 }

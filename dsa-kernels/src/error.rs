@@ -46,6 +46,22 @@ pub enum DeviceError {
         /// Byte offset.
         offset: u64,
     },
+    /// The driver of an accelerator is not there or too old.
+    #[error("no CUDA driver: {what}")]
+    NoDriver {
+        /// What is missing.
+        what: &'static str,
+    },
+    /// The driver refused a call, or work enqueued before it failed.
+    #[error("{call}: error {code} {name}")]
+    Driver {
+        /// Call.
+        call: &'static str,
+        /// The driver's number.
+        code: u32,
+        /// The driver's name for it.
+        name: String,
+    },
     /// An event or stream that was never made on this device.
     #[error("{what} {id} is unknown to this device")]
     UnknownId {
@@ -111,6 +127,28 @@ pub enum KernelError {
     ForeignWeight {
         /// Operation.
         op: &'static str,
+    },
+    /// Memory that the device can't reach at full speed, or that is not aligned as it must be.
+    #[error(
+        "{op}: {what} is {place} memory at {address:#x}, device memory aligned to {align} expected"
+    )]
+    Memory {
+        /// Operation.
+        op: &'static str,
+        /// Argument.
+        what: &'static str,
+        /// Where the memory is.
+        place: &'static str,
+        /// Address.
+        address: u64,
+        /// Alignment in bytes.
+        align: u64,
+    },
+    /// A kernel that the loaded library does not have.
+    #[error("kernel {name} is not in the loaded library")]
+    NoKernel {
+        /// Entry point.
+        name: &'static str,
     },
     /// A memory error.
     #[error(transparent)]

@@ -7,6 +7,8 @@
 #![cfg_attr(doctest, doc = include_str!("../README.md"))]
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod device;
 pub mod error;
 pub mod math;

@@ -3,6 +3,8 @@
 #[cfg(test)]
 mod main {
     mod conformance;
+    #[cfg(feature = "cuda")]
+    mod gpu;
     mod invariance;
     mod naive;
     mod refusals;

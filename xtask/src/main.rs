@@ -13,6 +13,7 @@ mod docs;
 mod external;
 mod fences;
 mod hooks;
+mod kernels;
 mod lex;
 mod metadata;
 mod moto;
@@ -99,6 +100,11 @@ enum Task {
     },
     /// Makes .venv with the Python client for the end-to-end tests and prints its interpreter.
     Python,
+    /// CUDA kernels.
+    Kernels {
+        #[command(subcommand)]
+        task: KernelsTask,
+    },
     /// Installs the git hook.
     Hooks,
     /// What the git hook runs.
@@ -122,6 +128,16 @@ enum BenchTask {
 enum VersionsTask {
     /// Checks them.
     Check,
+}
+
+#[derive(Debug, Subcommand)]
+enum KernelsTask {
+    /// Compiles them to target/kernels; no GPU is needed.
+    Build {
+        /// Cards to compile for.
+        #[arg(long, value_enum, value_delimiter = ',', default_values_t = kernels::Arch::ALL)]
+        arch: Vec<kernels::Arch>,
+    },
 }
 
 fn main() -> ExitCode {
@@ -155,6 +171,7 @@ fn perform(task: Task) -> Result<()> {
             println!("{}", python::ensure()?.display());
             Ok(())
         }
+        Task::Kernels { task: KernelsTask::Build { arch } } => kernels::build(&arch),
         Task::Hooks => hooks::install(),
         Task::PreCommit => hooks::pre_commit(),
         Task::Ci => ci::run(),
@@ -179,6 +196,8 @@ mod tests {
         assert!(parse(&["xtask", "bench", "compare", "a", "b"]).is_ok());
         assert!(parse(&["xtask", "bench", "transfer", "--no-peers", "--quick"]).is_ok());
         assert!(parse(&["xtask", "bench", "nothing"]).is_err());
+        assert!(parse(&["xtask", "kernels", "build", "--arch", "sm_90a,sm_120a"]).is_ok());
+        assert!(parse(&["xtask", "kernels", "build", "--arch", "sm_75"]).is_err());
         assert!(parse(&["xtask", "test", "sim", "--seed", "7"]).is_ok());
         assert!(parse(&["xtask", "test", "sim", "--requests", "100000"]).is_ok());
         assert!(parse(&["xtask", "test", "faults", "--aborts", "9", "--transport", "tcp"]).is_ok());

@@ -27,10 +27,27 @@ struct Map {
     start: NonNull<u8>,
     /// Bytes that may be touched.
     len: usize,
-    /// Bytes given to `mmap` (at least one).
-    mapped: usize,
     place: Place,
-    fd: Option<OwnedFd>,
+    owner: Owner,
+}
+
+/// Who gives the memory back.
+enum Owner {
+    /// We: bytes given to `mmap` (at least one), and the file behind a shared mapping.
+    Mapping { mapped: usize, fd: Option<OwnedFd> },
+    /// A device; when dropped.
+    Device(Box<dyn Backing>),
+}
+
+/// Memory of a device, freed when dropped. Ranges are checked by the caller; each call waits until
+/// the bytes have moved. Only asked for where the host can't reach the memory itself.
+pub(crate) trait Backing: Send + Sync {
+    /// Copies bytes out.
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), DeviceError>;
+    /// Copies bytes in.
+    fn write(&self, offset: u64, from: &[u8]) -> Result<(), DeviceError>;
+    /// Sets bytes.
+    fn fill(&self, offset: u64, byte: u8, len: usize) -> Result<(), DeviceError>;
 }
 
 // SAFETY: the mapping belongs to this value alone and is not tied to the thread that made it;
@@ -42,9 +59,10 @@ unsafe impl Sync for Map {}
 
 impl Drop for Map {
     fn drop(&mut self) {
+        let Owner::Mapping { mapped, .. } = &self.owner else { return };
         // SAFETY: `start` and `mapped` are those of the successful `mmap` in `Mem::map`, and this is
         // the only owner.
-        let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.mapped) };
+        let unmapped = unsafe { munmap(self.start.as_ptr().cast(), *mapped) };
         debug_assert!(unmapped.is_ok(), "a mapping of our own can always be unmapped");
     }
 }
@@ -57,7 +75,7 @@ impl fmt::Debug for Mem {
 
 impl Mem {
     /// Maps `bytes` zeroed bytes.
-    pub(super) fn map(place: Place, bytes: u64) -> Result<Self, DeviceError> {
+    pub(crate) fn map(place: Place, bytes: u64) -> Result<Self, DeviceError> {
         let failed =
             |source: std::io::Error| DeviceError::Alloc { bytes, place: place.name(), source };
         let too_large = || failed(std::io::ErrorKind::OutOfMemory.into());
@@ -91,10 +109,42 @@ impl Mem {
                     unsafe { mmap(std::ptr::null_mut(), mapped, access, MapFlags::SHARED, &fd, 0) };
                 (start.map_err(|e| failed(e.into()))?, Some(fd))
             }
-            Place::Device => return Err(DeviceError::NoSuchPlace { place: place.name() }),
+            Place::Device | Place::Pinned => {
+                return Err(DeviceError::NoSuchPlace { place: place.name() });
+            }
         };
         let start = NonNull::new(start.cast::<u8>()).ok_or_else(too_large)?;
-        Ok(Self { map: Arc::new(Map { start, len, mapped, place, fd }) })
+        let owner = Owner::Mapping { mapped, fd };
+        Ok(Self { map: Arc::new(Map { start, len, place, owner }) })
+    }
+
+    /// Memory that a device allocated at `address`; [`Place::Pinned`] memory is reached by the host
+    /// at the same address, other memory through `owner` only.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn of_device(
+        place: Place,
+        address: u64,
+        len: usize,
+        owner: Box<dyn Backing>,
+    ) -> Result<Self, DeviceError> {
+        let refused = || DeviceError::NoSuchPlace { place: place.name() };
+        let start = NonNull::new(address as *mut u8).ok_or_else(refused)?;
+        let owner = Owner::Device(owner);
+        Ok(Self { map: Arc::new(Map { start, len, place, owner }) })
+    }
+
+    /// The device, where the host can't reach the bytes itself.
+    fn beyond_host(&self) -> Option<&dyn Backing> {
+        match &self.map.owner {
+            Owner::Device(owner) if self.map.place != Place::Pinned => Some(&**owner),
+            _ => None,
+        }
+    }
+
+    /// Address of `offset` as a number, after checking that `len` bytes follow.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn address(&self, offset: u64, len: u64) -> Result<u64, DeviceError> {
+        self.range(offset, len).map(|start| start as u64)
     }
 
     /// Bytes.
@@ -118,7 +168,10 @@ impl Mem {
     /// Descriptor of a [`Place::Shared`] allocation.
     #[must_use]
     pub fn shared_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.map.fd.as_ref().map(AsFd::as_fd)
+        match &self.map.owner {
+            Owner::Mapping { fd, .. } => fd.as_ref().map(AsFd::as_fd),
+            Owner::Device(_) => None,
+        }
     }
 
     /// Address of the first byte, valid as long as a handle lives. For registration with a
@@ -132,8 +185,8 @@ impl Mem {
     fn range(&self, offset: u64, len: u64) -> Result<*mut u8, DeviceError> {
         match offset.checked_add(len) {
             Some(end) if end <= self.len() => {
-                // SAFETY: `offset <= len` of the mapping, so the sum stays inside of it or one past.
-                Ok(unsafe { self.map.start.as_ptr().add(offset as usize) })
+                // An address of a device is no pointer of ours: only its number is formed.
+                Ok(self.map.start.as_ptr().wrapping_add(offset as usize))
             }
             _ => Err(DeviceError::OutOfRange { offset, len, capacity: self.len() }),
         }
@@ -146,6 +199,9 @@ impl Mem {
     #[inline]
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), DeviceError> {
         let from = self.range(offset, into.len() as u64)?;
+        if let Some(device) = self.beyond_host() {
+            return device.read(offset, into);
+        }
         // SAFETY: `range` checked the bounds; `into` is ordinary Rust memory and can't overlap the
         // mapping, which is never handed out as a slice.
         unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
@@ -159,6 +215,9 @@ impl Mem {
     #[inline]
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<(), DeviceError> {
         let to = self.range(offset, from.len() as u64)?;
+        if let Some(device) = self.beyond_host() {
+            return device.write(offset, from);
+        }
         // SAFETY: as in `read`, in the other direction.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
         Ok(())
@@ -170,6 +229,9 @@ impl Mem {
     /// [`DeviceError::OutOfRange`].
     pub fn zero(&self, offset: u64, len: u64) -> Result<(), DeviceError> {
         let to = self.range(offset, len)?;
+        if let Some(device) = self.beyond_host() {
+            return device.fill(offset, 0, len as usize);
+        }
         // SAFETY: `range` checked the bounds.
         unsafe { std::ptr::write_bytes(to, 0, len as usize) };
         Ok(())
@@ -184,9 +246,14 @@ impl Mem {
         len: u64,
     ) -> Result<(), DeviceError> {
         let to = self.range(offset, len)?;
-        let from = from.range(from_offset, len)?;
-        // SAFETY: both ranges were checked; `copy` allows overlap.
-        unsafe { std::ptr::copy(from, to, len as usize) };
+        let start = from.range(from_offset, len)?;
+        if self.beyond_host().is_some() || from.beyond_host().is_some() {
+            let mut bytes = vec![0; len as usize];
+            from.read(from_offset, &mut bytes)?;
+            return self.write(offset, &bytes);
+        }
+        // SAFETY: both ranges were checked and are the host's; `copy` allows overlap.
+        unsafe { std::ptr::copy(start, to, len as usize) };
         Ok(())
     }
 
@@ -196,6 +263,9 @@ impl Mem {
             return Err(DeviceError::Misaligned { offset });
         }
         let word = self.range(offset, 8)?;
+        if self.beyond_host().is_some() {
+            return Err(DeviceError::NoSuchPlace { place: "atomic words in device" });
+        }
         // SAFETY: eight bytes inside of a mapping that lives as long as `self`, aligned because the
         // mapping is aligned to a memory page and `offset` to 8. An `AtomicU64` may be shared.
         Ok(unsafe { AtomicU64::from_ptr(word.cast()) })

@@ -1,0 +1,291 @@
+// Attention for Hopper: 64 heads, blocks of 64 rows. Eight warps turn row bytes into BF16 tiles (two
+// stages), two groups of four warps multiply: each takes half of the rows for the scores and half
+// of the columns for the values.
+#include "attend.cuh"
+#include "wgmma.cuh"
+
+#define BLOCK 64u
+#define HEADS 64u
+#define COLUMN_BYTES (BLOCK * 128u)       // 64 rows x 64 BF16
+#define TILE_BYTES (8u * COLUMN_BYTES)    // 64 rows x 512 BF16
+#define STAGES 2u
+#define PRODUCERS 256u
+#define THREADS (256u + PRODUCERS)
+#define ROWS_KNOWN 1024u                  // rows whose addresses are looked up at once
+
+#define AT_QUERY 0u
+#define AT_TILES TILE_BYTES
+#define AT_TERMS (AT_TILES + STAGES * TILE_BYTES)  // 64 heads x 64 rows, BF16
+#define AT_MAXIMA (AT_TERMS + 8192u)               // [2][64]
+#define AT_MERGES (AT_MAXIMA + 512u)
+#define AT_VALID (AT_MERGES + HEADS * 8u)          // [STAGES] of 64 bits
+#define AT_BARRIERS (AT_VALID + STAGES * 8u)
+#define AT_FACTORS (AT_BARRIERS + 2u * STAGES * 8u)
+#define AT_POINTERS (AT_FACTORS + FACTOR_BYTES(HEADS))
+#define SHARED_USED (AT_POINTERS + ROWS_KNOWN * 16u + 1024u)
+// The values of a run take the place of the tiles and some of the terms.
+#define VALUE_STRIDE (WIDTH + 8u)
+
+#if HAS_WGMMA
+
+DYNAMIC_SHARED(attend_hopper, SHARED_USED)
+
+// 256 threads; all loads of a half are under way before the first is stored.
+DEVICE void load_queries(const AttendArgs &a, u8 *shared, u32 token, u32 first_head, u32 t) {
+  const uint4 *from = at<uint4>(a.q + 2 * ((u64)token * a.heads + first_head) * WIDTH);
+#pragma unroll
+  for (u32 half = 0; half < 2; half++) {
+    uint4 v[8];
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) v[i] = __ldg(from + (8 * half + i) * 256 + t);
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+      u32 n = (8 * half + i) * 256 + t, head = n / 64, column = n % 64;
+      *reinterpret_cast<uint4 *>(shared + AT_QUERY + (column / 8) * COLUMN_BYTES + swizzled(head, 16 * (column & 7))) = v[i];
+    }
+  }
+}
+
+// Looks up the addresses of the next rows of a run.
+DEVICE void find_rows(const AttendArgs &a, const Rows &rows, Run run, u8 *shared, u32 block, u32 t, u32 threads) {
+  RowPointer *pointers = reinterpret_cast<RowPointer *>(shared + AT_POINTERS);
+  u32 count = min((run.last - block) * BLOCK, ROWS_KNOWN);
+  for (u32 i = t; i < count; i += threads) pointers[i] = row_at(a, rows, block * BLOCK + i);
+}
+
+// A thread's share of a block on its way: 7 of the 64 x 28 vectors of E4M3 codes with their scales,
+// and 2 of the 64 x 8 vectors of BF16.
+struct Share {
+  uint4 codes[7];
+  u32 scales[7];
+  uint4 last[2];
+};
+
+DEVICE void load_codes(const RowPointer *pointers, Share &h, u32 i, u32 t) {
+  u32 item = i * PRODUCERS + t, row = item / 28, part = item % 28;
+  RowPointer p = pointers[row];
+  h.codes[i] = make_uint4(0, 0, 0, 0), h.scales[i] = 0;
+  if (p.data) {
+    h.codes[i] = __ldg(reinterpret_cast<const uint4 *>(p.data) + part);
+    h.scales[i] = __ldg(p.scales + part / 4);
+  }
+}
+
+DEVICE void load_last(const RowPointer *pointers, Share &h, u32 i, u32 t) {
+  u32 item = i * PRODUCERS + t;
+  const uint4 *data = reinterpret_cast<const uint4 *>(pointers[item / 8].data);
+  h.last[i] = data ? __ldg(data + 28 + item % 8) : make_uint4(0, 0, 0, 0);
+}
+
+DEVICE void place_codes(u8 *tile, const Share &h, u32 i, u32 t) {
+  u32 item = i * PRODUCERS + t;
+  place_vector(tile, COLUMN_BYTES, item / 28, item % 28, h.codes[i], group_scale(h.scales[i]));
+}
+
+DEVICE void place_last(u8 *tile, const Share &h, u32 i, u32 t) {
+  u32 item = i * PRODUCERS + t;
+  *reinterpret_cast<uint4 *>(tile + 7 * COLUMN_BYTES + swizzled(item / 8, 16 * (item % 8))) = h.last[i];
+}
+
+// Rows into tiles. As soon as a vector is converted, the same vector of the next block is asked for.
+// The addresses of the first rows are there.
+DEVICE void produce(const AttendArgs &a, const Rows &rows, Run run, u8 *shared, u64 *full, u64 *empty, u32 t) {
+  const RowPointer *pointers = reinterpret_cast<const RowPointer *>(shared + AT_POINTERS);
+  u32 *valid = reinterpret_cast<u32 *>(shared + AT_VALID);
+  if (run.first >= run.last) return;
+  Share h;
+#pragma unroll
+  for (u32 i = 0; i < 7; i++) load_codes(pointers, h, i, t);
+#pragma unroll
+  for (u32 i = 0; i < 2; i++) load_last(pointers, h, i, t);
+#pragma unroll 1
+  for (u32 block = run.first; block < run.last; block++) {
+    u32 n = block - run.first, stage = n % STAGES, known = (n * BLOCK) % ROWS_KNOWN;
+    u32 mask = __ballot_sync(~0u, pointers[known + (t & 63)].data != nullptr);
+    if (n >= STAGES) barrier_wait(&empty[stage], (n / STAGES - 1) & 1);
+    if (t < BLOCK && (t & 31) == 0) valid[2 * stage + t / 32] = mask;
+    u32 next = (known + BLOCK) % ROWS_KNOWN;
+    if (next == 0 && block + 1 < run.last) {
+      named_barrier(3, PRODUCERS);  // all have read the addresses before
+      find_rows(a, rows, run, shared, block + 1, t, PRODUCERS);
+      named_barrier(3, PRODUCERS);
+    }
+    bool more = block + 1 < run.last;
+    asm volatile("" : "+r"(t));  // addresses are computed anew in each round: kept, they would spill
+    u8 *tile = shared + AT_TILES + stage * TILE_BYTES;
+#pragma unroll
+    for (u32 i = 0; i < 7; i++) {
+      place_codes(tile, h, i, t);
+      if (more) load_codes(pointers + next, h, i, t);
+    }
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+      place_last(tile, h, i, t);
+      if (more) load_last(pointers + next, h, i, t);
+    }
+    fence_async();
+    barrier_arrive(&full[stage]);
+  }
+}
+
+// Scores of 64 heads with this group's 32 rows.
+DEVICE void scores(f32 (&s)[16], u32 query, u32 tile, u32 group) {
+  wgmma_fence();
+#pragma unroll
+  for (u32 k = 0; k < 32; k++) {
+    u32 at_k = (k / 4) * COLUMN_BYTES + 32 * (k & 3);
+    wgmma_bf16_n32(s, tile_descriptor(query + at_k, 16), tile_descriptor(tile + at_k + group * 32 * 128, 16), k > 0);
+  }
+  wgmma_commit();
+  wgmma_wait();
+  pin(s);
+}
+
+struct Softmax {
+  f32 most[2], sum[2];
+};
+
+// One block of rows: scores, terms, values. Heads of a thread: 16 w + lane / 4 and 8 more; columns
+// of the scores: 8 j + 2 (lane % 4) and the next.
+DEVICE void multiply(const AttendArgs &a, u8 *shared, u32 tile, u64 valid, f32 (&values)[2][64], Softmax &soft, u32 group,
+                     u32 t) {
+  u32 lane = t & 31, warp = (t / 32) & 3, head = 16 * warp + lane / 4;
+  f32 *maxima = reinterpret_cast<f32 *>(shared + AT_MAXIMA);
+  f32 s[16], most[2] = {-INFINITY, -INFINITY};
+  scores(s, uniform(shared_address(shared + AT_QUERY)), tile, group);
+  u32 mask = (u32)(valid >> (32 * group));
+  f32 scale = a.scale * LOG2E;
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    u32 column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
+    s[i] = (mask >> column) & 1 ? s[i] * scale : -INFINITY;
+    most[(i >> 1) & 1] = max_keeping_nan(most[(i >> 1) & 1], s[i]);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    most[half] = max_keeping_nan(most[half], __shfl_xor_sync(~0u, most[half], 1));
+    most[half] = max_keeping_nan(most[half], __shfl_xor_sync(~0u, most[half], 2));
+    if ((lane & 3) == 0) maxima[64 * group + head + 8 * half] = most[half];
+  }
+  named_barrier(1, 256);
+  f32 factor[2], base[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    f32 both = max_keeping_nan(maxima[head + 8 * half], maxima[64 + head + 8 * half]);
+    f32 grown = max_keeping_nan(soft.most[half], both);
+    base[half] = finite_max(grown);
+    factor[half] = fast_exp2(soft.most[half] - base[half]);
+    soft.most[half] = grown, soft.sum[half] *= factor[half];
+  }
+#pragma unroll
+  for (int i = 0; i < 16; i += 2) {
+    int half = (i >> 1) & 1;
+    f32 e0 = fast_exp2(s[i] - base[half]), e1 = fast_exp2(s[i + 1] - base[half]);
+    soft.sum[half] += e0 + e1;
+    u32 column = 32 * group + 8 * (i / 4) + 2 * (lane & 3);
+    *reinterpret_cast<u32 *>(shared + AT_TERMS + swizzled(head + 8 * half, 2 * column)) = pack_bf16(e0, e1);
+  }
+  // Once the maxima stand, the factors are 1.
+  if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) {
+#pragma unroll
+    for (int i = 0; i < 128; i++) values[i / 64][i & 63] *= factor[(i >> 1) & 1];
+  }
+  fence_async();
+  named_barrier(1, 256);
+  u32 terms = uniform(shared_address(shared + AT_TERMS));
+  pin(values[0]);
+  pin(values[1]);
+  wgmma_fence();
+#pragma unroll
+  for (u32 k = 0; k < 4; k++) {
+#pragma unroll
+    for (u32 part = 0; part < 2; part++)
+      wgmma_bf16_n128_rows(values[part], tile_descriptor(terms + 32 * k, 16),
+                           tile_descriptor(tile + (group * 4 + 2 * part) * COLUMN_BYTES + k * 16 * 128, COLUMN_BYTES), 1);
+  }
+  wgmma_commit();
+  wgmma_wait();
+  pin(values[0]);
+  pin(values[1]);
+}
+
+// Leaves this run's values (FP32, heads x 512, in place of the tiles), maxima and sums in shared
+// memory.
+DEVICE void leave(u8 *shared, const f32 (&values)[2][64], Softmax &soft, u32 group, u32 t) {
+  u32 lane = t & 31, warp = (t / 32) & 3, head = 16 * warp + lane / 4;
+  Merge *merges = reinterpret_cast<Merge *>(shared + AT_MERGES);
+  f32 *sums = reinterpret_cast<f32 *>(shared + AT_MAXIMA), *out = reinterpret_cast<f32 *>(shared + AT_TILES);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    soft.sum[half] += __shfl_xor_sync(~0u, soft.sum[half], 1);
+    soft.sum[half] += __shfl_xor_sync(~0u, soft.sum[half], 2);
+  }
+  named_barrier(1, 256);
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    if ((lane & 3) == 0) sums[64 * group + head + 8 * half] = soft.sum[half];
+#pragma unroll
+  for (int i = 0; i < 128; i += 2) {
+    u32 row = head + 8 * ((i >> 1) & 1), column = 256 * group + 8 * (i / 4) + 2 * (lane & 3);
+    *reinterpret_cast<float2 *>(out + row * VALUE_STRIDE + column) = make_float2(values[i / 64][i & 63], values[i / 64][(i & 63) + 1]);
+  }
+  named_barrier(1, 256);
+  if (group == 0 && (lane & 3) == 0) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      u32 row = head + 8 * half;
+      merges[row].most = soft.most[half], merges[row].sum = sums[row] + sums[64 + row];
+    }
+  }
+}
+
+extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1)
+    attend_hopper(const __grid_constant__ AttendArgs a) {
+  extern __shared__ u8 raw_shared[];
+  u8 *shared = raw_shared + ((1024u - (shared_address(raw_shared) & 1023u)) & 1023u);
+  u64 *full = reinterpret_cast<u64 *>(shared + AT_BARRIERS), *empty = full + STAGES;
+  u64 *valid = reinterpret_cast<u64 *>(shared + AT_VALID);
+  u32 t = threadIdx.x, rank = cluster_rank(), token = blockIdx.y, first_head = blockIdx.z * HEADS;
+  if (t == 0) {
+    for (u32 i = 0; i < STAGES; i++) barrier_init(&full[i], PRODUCERS), barrier_init(&empty[i], 2);
+    barrier_fence();
+  }
+  __syncthreads();
+  wait_for_former();
+  Rows rows = rows_of(a, token);
+  Run run = run_of(rows, BLOCK, rank);
+  find_rows(a, rows, run, shared, run.first, t, THREADS);
+  __syncthreads();
+  if (t >= 256) {
+    // 256 x 72 + 256 x 184 registers are the 512 x 128 of the launch.
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+    produce(a, rows, run, shared, full, empty, t - 256);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 184;");
+    u32 group = uniform(t / 128);
+    Softmax soft = {{-INFINITY, -INFINITY}, {0, 0}};
+    if (run.first < run.last) load_queries(a, shared, token, first_head, t);
+    f32 values[2][64];
+#pragma unroll
+    for (int i = 0; i < 128; i++) values[i / 64][i & 63] = 0;
+    fence_async();
+    named_barrier(1, 256);
+    for (u32 block = run.first; block < run.last; block++) {
+      u32 n = block - run.first, stage = n % STAGES;
+      barrier_wait(&full[stage], (n / STAGES) & 1);
+      u32 tile = uniform(shared_address(shared + AT_TILES + stage * TILE_BYTES));
+      multiply(a, shared, tile, valid[stage], values, soft, group, t);
+      if ((t & 127) == 0) barrier_arrive(&empty[stage]);
+    }
+    leave(shared, values, soft, group, t);
+  }
+  __syncthreads();
+  release_next();
+  cluster_sync();
+  combine<HEADS, VALUE_STRIDE, THREADS>(a, reinterpret_cast<const f32 *>(shared + AT_TILES),
+                                    reinterpret_cast<const Merge *>(shared + AT_MERGES),
+                                    reinterpret_cast<f32 *>(shared + AT_FACTORS), first_head, token, rank, t);
+  cluster_sync();
+}
+
+#endif
