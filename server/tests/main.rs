@@ -10,6 +10,8 @@ mod at_rest;
 mod client;
 #[path = "main/conformance.rs"]
 mod conformance;
+#[path = "main/discovery.rs"]
+mod discovery;
 #[path = "main/e2e.rs"]
 mod e2e;
 #[path = "main/fake.rs"]
