@@ -156,6 +156,9 @@ pub struct ServeArgs {
     /// Bootstrap address of a prefill worker, for a decode worker; may be given several times.
     #[arg(long, value_name = "HOST:PORT")]
     pub disaggregation_bootstrap: Vec<String>,
+    /// Uncached tokens of a prompt up to which a decode worker computes it itself; 0 for none.
+    #[arg(long, default_value_t = 0, value_name = "TOKENS")]
+    pub max_local_prefill_length: u32,
     /// How pages travel between processes.
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     pub disaggregation_transfer_backend: Backend,

@@ -506,6 +506,7 @@ impl Parts {
             context_length,
             fingerprint: input.fingerprint(),
             reserved_decode_tokens: args.num_reserved_decode_tokens,
+            local_prefill_max: args.max_local_prefill_length,
             keep_prefixes: !args.disable_radix_cache,
             patience: Patience {
                 queue: (args.queue_timeout > 0).then(|| Duration::from_secs(args.queue_timeout)),
