@@ -5,6 +5,7 @@
 //! since the client has seen part of it. Bodies pass through frame by frame, and a client that
 //! leaves takes its connection to the worker with it.
 
+pub mod choice;
 mod proxy;
 mod view;
 mod workers;
