@@ -14,6 +14,8 @@ mod conformance;
 mod discovery;
 #[path = "main/e2e.rs"]
 mod e2e;
+#[path = "main/etcd.rs"]
+mod etcd;
 #[path = "main/fake.rs"]
 mod fake;
 #[path = "main/formats.rs"]

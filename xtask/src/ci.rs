@@ -1,7 +1,7 @@
 //! What `.ci/run` does, in order and with times.
 
 use crate::test::{Layer, Numbers, Runner};
-use crate::{bench, docs, external, fences, moto, python, sh, test, tidy, ucx, versions};
+use crate::{bench, docs, etcd, external, fences, moto, python, sh, test, tidy, ucx, versions};
 use anyhow::{Context as _, Result};
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ type Step = (&'static str, fn() -> Result<()>);
 
 /// Steps in order: what fails fast first, the tests last, so that the closing line of the test
 /// runner is the last output.
-const STEPS: [Step; 15] = [
+const STEPS: [Step; 16] = [
     ("fmt", fmt),
     ("tidy", tidy::run),
     ("fences", fences::run),
@@ -21,6 +21,7 @@ const STEPS: [Step; 15] = [
     ("python", || python::ensure().map(drop)),
     ("ucx", || ucx::ensure().map(drop)),
     ("moto", || moto::ensure().map(drop)),
+    ("etcd", || etcd::ensure().map(drop)),
     ("build", build),
     ("external", external::run),
     ("bench", bench::smoke),
