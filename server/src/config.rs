@@ -1,10 +1,12 @@
 //! Flags, read once and checked once.
 
 pub mod layers;
+mod router;
 
 use crate::http::access::{Access, AccessError};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kv_pool::{Fingerprint, IndexKeyType, Numerics};
+pub use router::RouterArgs;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -156,6 +158,16 @@ pub struct ServeArgs {
     /// Bootstrap address of a prefill worker, for a decode worker; may be given several times.
     #[arg(long, value_name = "HOST:PORT")]
     pub disaggregation_bootstrap: Vec<String>,
+    /// Where workers find each other and routers find them: etcd://HOST:PORT[,HOST:PORT]/NAMESPACE,
+    /// or http://HOST:PORT of a router's --registry-port [default: nowhere].
+    #[arg(long, value_name = "URL")]
+    pub discovery: Option<crate::net::discovery::DiscoveryUrl>,
+    /// Host that others are told there [default: that of --host].
+    #[arg(long, value_name = "HOST")]
+    pub advertise_host: Option<String>,
+    /// Uncached tokens of a prompt up to which a decode worker computes it itself; 0 for none.
+    #[arg(long, default_value_t = 0, value_name = "TOKENS")]
+    pub max_local_prefill_length: u32,
     /// How pages travel between processes.
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     pub disaggregation_transfer_backend: Backend,
@@ -250,32 +262,6 @@ pub struct ServeArgs {
     #[arg(long, default_value = "info")]
     pub log_level: tracing_subscriber::filter::LevelFilter,
     /// File (TOML) with flags that are neither here nor in a variable like DSV4_MAX_RUNNING_REQUESTS.
-    #[arg(long, value_name = "FILE")]
-    pub config: Option<PathBuf>,
-}
-
-/// Flags of the router.
-#[derive(Clone, Debug, Args)]
-pub struct RouterArgs {
-    /// Base address of a decode or unified worker, like http://127.0.0.1:30002; several times.
-    #[arg(long = "worker", value_name = "URL", required = true)]
-    pub workers: Vec<String>,
-    /// Address to listen on.
-    #[arg(long, default_value = "127.0.0.1")]
-    pub host: String,
-    /// Port to listen on; 0 picks a free one.
-    #[arg(long, default_value_t = 30000)]
-    pub port: u16,
-    /// Most requests under way in all; one more is refused with 503.
-    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65536))]
-    pub max_queued_requests: u32,
-    /// Who may ask.
-    #[command(flatten)]
-    pub access: AccessArgs,
-    /// Most verbose level that is logged.
-    #[arg(long, default_value = "info")]
-    pub log_level: tracing_subscriber::filter::LevelFilter,
-    /// File (TOML) with flags, those of the router in its table [router].
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
 }
@@ -378,7 +364,7 @@ fn fingerprint(text: &str) -> Result<Fingerprint, String> {
 pub enum ConfigError {
     /// A decode worker without peers.
     #[error(
-        "--disaggregation-mode decode needs --disaggregation-bootstrap HOST:PORT of at least one prefill worker"
+        "--disaggregation-mode decode needs --disaggregation-bootstrap HOST:PORT of at least one prefill worker, or --discovery"
     )]
     NoBootstrap,
     /// Bootstrap addresses outside decode mode.
@@ -400,6 +386,12 @@ pub enum ConfigError {
         /// Model's limit.
         limit: u32,
     },
+    /// Others would be told an address that is none.
+    #[error("--discovery: others cannot reach {0}: give --advertise-host HOST")]
+    Unreachable(String),
+    /// An address for others, and nobody to tell it to.
+    #[error("--advertise-host is told to others, see --discovery")]
+    NobodyIsTold,
     /// Somebody else listens there.
     #[error(
         "address {address} is in use: stop the process that listens there, or give another {flag} (0 picks a free port)"
@@ -509,7 +501,9 @@ impl ServeArgs {
     /// Checks what can be checked without the model.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let mode = self.disaggregation_mode;
-        if mode == Mode::Decode && self.disaggregation_bootstrap.is_empty() {
+        self.check_discovery()?;
+        let has_peers = !self.disaggregation_bootstrap.is_empty() || self.discovery.is_some();
+        if mode == Mode::Decode && !has_peers {
             return Err(ConfigError::NoBootstrap);
         }
         if mode != Mode::Decode && !self.disaggregation_bootstrap.is_empty() {
@@ -555,6 +549,12 @@ mod tests {
             ]),
             Ok(())
         );
+        let found = ["--disaggregation-mode", "decode", "--discovery", "etcd://a:1/n"];
+        assert_eq!(parse(&found), Ok(()));
+        assert_eq!(
+            parse(&[&found[2..], &["--host", "0.0.0.0", "--advertise-host", "h"]].concat()),
+            Ok(())
+        );
         for (args, says) in [
             (&["--disaggregation-mode", "decode"][..], "needs --disaggregation-bootstrap"),
             (&["--disaggregation-bootstrap", "a:1"], "not both"),
@@ -570,6 +570,10 @@ mod tests {
                 &["--disaggregation-mode", "decode", "--disaggregation-bootstrap", "http://a:1"],
                 "without http://",
             ),
+            (&["--discovery", "etcd://a:1"], "the namespace is missing"),
+            (&["--discovery", "etcd://a:1/n", "--host", "0.0.0.0"], "give --advertise-host"),
+            (&["--discovery", "http://a:1", "--host", "::"], "give --advertise-host"),
+            (&["--advertise-host", "a"], "see --discovery"),
             (&["--served-model-name", ""], "--served-model-name"),
             (&["--index-k-dtype", "fp5"], "fp5"),
             (&["--numerics", "exact"], "exact"),

@@ -7,8 +7,9 @@ use dsv4_server::config::layers::{LayerError, Layered, Setting};
 use dsv4_server::config::{self, CacheCommand, Command, ConfigError, Mode, RouterArgs, ServeArgs};
 use dsv4_server::engine::{Engine, Health};
 use dsv4_server::http::{self, HEADER_TIMEOUT, HttpConfig};
+use dsv4_server::node::found::{self, Announced};
 use dsv4_server::node::{Node, NodeEngine, Published};
-use dsv4_server::router::{self, RouterConfig};
+use dsv4_server::router::ReverseProxy;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -120,8 +121,12 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
 }
 
 async fn listen(host: &str, port: u16) -> Result<TcpListener, ConfigError> {
+    listen_for(host, port, "--port").await
+}
+
+async fn listen_for(host: &str, port: u16, flag: &'static str) -> Result<TcpListener, ConfigError> {
     let bound = TcpListener::bind((host, port)).await;
-    bound.map_err(|cause| ConfigError::listen(host, port, "--port", &cause))
+    bound.map_err(|cause| ConfigError::listen(host, port, flag, &cause))
 }
 
 /// A file that would grow beyond the limit of a process is an error of the write then, and not the
@@ -152,7 +157,7 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
     survive_file_limit(&runtime)?;
     let listener = runtime.block_on(listen(&args.host, args.port))?;
     let address = listener.local_addr().context("read the port that was given")?;
-    let node = Node::start(args)?;
+    let mut node = Node::start(args)?;
     let engine: Arc<dyn Engine> = node.engine();
     let info = engine.info().clone();
     let config = HttpConfig {
@@ -168,24 +173,21 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
         terminated()
     };
     announce(&node, args.disaggregation_mode, &runtime, address)?;
-    if let Some(bootstrap) = node.bootstrap() {
-        say(&format!("decode workers connect to {bootstrap}"));
-    }
-    if let Some(line) = node.published().and_then(told) {
-        say(&line);
-    }
-    if args.disaggregation_mode != Mode::Prefill {
-        say(&format!(
-            "try: curl http://{address}/v1/chat/completions -H 'content-type: application/json' \
-             -d '{{\"model\":\"{}\",\"messages\":[{{\"role\":\"user\",\"content\":\"Hi\"}}]}}'",
-            info.model_id
-        ));
-    }
+    hint(&node, args.disaggregation_mode, address);
+    let announced = {
+        let _context = runtime.enter();
+        found::announce(args, &mut node, address)?
+    };
+    let leaving = announced.as_ref().map(Announced::stopper);
     let draining = node.engine();
     let seconds = args.drain_timeout;
     let stop = async move {
         signalled.await;
         draining.drain();
+        // Others learn at once that they are not to ask it any more.
+        if let Some(leaving) = leaving {
+            leaving.send_replace(true);
+        }
         let open = draining.open_requests();
         tracing::info!(open, seconds, "draining: no new requests, the running ones may end");
         tokio::spawn(async move {
@@ -198,9 +200,31 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
         });
     };
     runtime.block_on(serve(listener, app, stop, Duration::from_secs(seconds)));
+    if let Some(announced) = announced {
+        // Whoever cannot be told finds out by himself.
+        let told = async { tokio::time::timeout(LAST_WORDS, announced.ended()).await.is_ok() };
+        tracing::debug!(told = runtime.block_on(told), "discovery: this worker has left");
+    }
     node.shutdown();
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Says who may connect where, and what to try.
+fn hint(node: &Node, mode: Mode, address: std::net::SocketAddr) {
+    if let Some(bootstrap) = node.bootstrap() {
+        say(&format!("decode workers connect to {bootstrap}"));
+    }
+    if let Some(line) = node.published().and_then(told) {
+        say(&line);
+    }
+    if mode != Mode::Prefill {
+        say(&format!(
+            "try: curl http://{address}/v1/chat/completions -H 'content-type: application/json' \
+             -d '{{\"model\":\"{}\",\"messages\":[{{\"role\":\"user\",\"content\":\"Hi\"}}]}}'",
+            node.engine().info().model_id
+        ));
+    }
 }
 
 /// Where routers hear what is in the cache.
@@ -271,17 +295,28 @@ fn run_router(args: &RouterArgs, settings: &[Setting], unknown: &[String]) -> an
     let access = args.access.access()?;
     let runtime = runtime()?;
     runtime.block_on(async {
-        let config = RouterConfig {
-            workers: args.workers.clone(),
-            max_queued_requests: args.max_queued_requests as usize,
-            ..RouterConfig::default()
-        };
-        let app = http::access::protect(router::app(config)?, access);
+        let router = ReverseProxy::new(args.router_config())?;
         let listener = listen(&args.host, args.port).await?;
         let address = listener.local_addr().context("read the port that was given")?;
+        let registry = match args.registry_port {
+            Some(port) => Some(listen_for(&args.host, port, "--registry-port").await?),
+            None => None,
+        };
+        tokio::spawn(router.clone().watch_workers());
+        if let Some(url) = &args.discovery {
+            tokio::spawn(router.discover(url.clone()));
+        }
         // A signal that comes as soon as the line below is read is heard.
         let stop = terminated();
         say(&format!("router is ready on http://{address} ({} workers)", args.workers.len()));
+        if let Some(listener) = registry {
+            let address = listener.local_addr().context("read the port that was given")?;
+            say(&format!("workers register with --discovery http://{address}"));
+            let never = std::future::pending();
+            tokio::spawn(http::serve(listener, router.registry(), HEADER_TIMEOUT, never));
+        }
+        let app = http::access::protect(router.app(), access);
+        drop(router);
         serve(listener, app, stop, ROUTER_DRAIN).await;
         Ok(())
     })

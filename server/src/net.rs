@@ -1,8 +1,9 @@
-//! What the cache asks of the network and tells it: clients and publishers with threads of their own
-//! behind calls that block or drop.
+//! What workers ask of the network and tell it: for the cache, clients and publishers with threads
+//! of their own behind calls that block or drop; and who else is there (`discovery`).
 
 mod bounded;
 mod config;
+pub mod discovery;
 pub mod kv_events;
 pub mod object_store;
 

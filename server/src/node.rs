@@ -1,11 +1,13 @@
 //! A worker process put together: model, workers, hand-off, and the engine that HTTP talks to.
 
 mod cache;
+pub mod found;
 mod memory;
 mod numbers;
+pub mod peers;
 
 use crate::clock::{Clock, unix_seconds};
-use crate::config::{Backend, ConfigError, Mode, ServeArgs, is_local};
+use crate::config::{Backend, ConfigError, Mode, ServeArgs};
 use crate::engine::{
     CancelOnDrop, Engine, EngineInfo, Flushed, Flushing, GenerateRequest, Generation, Health,
     Stats, SubmitError,
@@ -38,6 +40,7 @@ use pd_transfer::tcp::Tcp;
 use pd_transfer::transport::{RegionOwner, TransportFactory};
 use pd_transfer::ucx::{self, Ucx};
 use pd_transfer::wire::{Incarnation, Limits, Role as LinkRole};
+use peers::Peers;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -259,6 +262,8 @@ pub struct Node {
     threads: Vec<JoinHandle<()>>,
     bootstrap: Option<String>,
     events: Option<Published>,
+    /// Of a decode worker, until discovery takes them.
+    peers: Option<Peers>,
     summary: String,
 }
 
@@ -359,16 +364,7 @@ impl Node {
         let info = parts.info(args, &path);
         let grammars = grammars(&tokenizer, &info)?;
         let summary = summary(&info, threads, parts.model.weight_bytes());
-        let mut node = Assembly {
-            args,
-            parts,
-            grammars,
-            options,
-            workers: Vec::new(),
-            threads: Vec::new(),
-            bootstrap: None,
-            outlet: None,
-        };
+        let mut node = Assembly::new(args, parts, grammars, options);
         if let Some(publisher) = publisher {
             let (outlet, thread) = publisher.start().context("start the thread of KV events")?;
             node.outlet = Some(outlet);
@@ -398,6 +394,7 @@ impl Node {
             threads: node.threads,
             bootstrap: node.bootstrap,
             events,
+            peers: node.peers,
             summary,
         })
     }
@@ -496,6 +493,7 @@ impl Parts {
             context_length,
             fingerprint: input.fingerprint(),
             reserved_decode_tokens: args.num_reserved_decode_tokens,
+            local_prefill_max: args.max_local_prefill_length,
             keep_prefixes: !args.disable_radix_cache,
             patience: Patience {
                 queue: (args.queue_timeout > 0).then(|| Duration::from_secs(args.queue_timeout)),
@@ -538,6 +536,8 @@ struct Assembly<'a> {
     bootstrap: Option<String>,
     /// For the worker that publishes KV events.
     outlet: Option<Outlet>,
+    /// Of a decode worker.
+    peers: Option<Peers>,
 }
 
 /// Binds the endpoints of KV events, if there are to be any.
@@ -600,7 +600,26 @@ struct Draft {
     incarnation: Incarnation,
 }
 
-impl Assembly<'_> {
+impl<'a> Assembly<'a> {
+    fn new(
+        args: &'a ServeArgs,
+        parts: Parts,
+        grammars: Grammars,
+        options: &'a NodeOptions,
+    ) -> Self {
+        Self {
+            args,
+            parts,
+            grammars,
+            options,
+            workers: Vec::new(),
+            threads: Vec::new(),
+            bootstrap: None,
+            outlet: None,
+            peers: None,
+        }
+    }
+
     fn draft(&self, role: Role) -> anyhow::Result<Draft> {
         let parts = &self.parts;
         memory::ensure_room(&parts.geometry, &parts.counts)?;
@@ -761,37 +780,6 @@ impl Assembly<'_> {
             self.drive(&mut draft, "shm", Shm::factory(1), Some(socket))?;
         }
         self.bootstrap = Some(format!("{}:{port}", args.host));
-        self.launch(draft)
-    }
-
-    fn add_decode(&mut self, args: &ServeArgs) -> anyhow::Result<()> {
-        let mut draft = self.draft(Role::Decode)?;
-        let backend = args.disaggregation_transfer_backend;
-        let by_memory = |address: &&String| match backend {
-            Backend::Tcp | Backend::Ucx => false,
-            Backend::Shm => true,
-            // Where a file blocks the socket the prefill worker has TCP only.
-            Backend::Auto => is_local(address) && !is_blocked(address),
-        };
-        let (near, far): (Vec<_>, Vec<_>) =
-            args.disaggregation_bootstrap.iter().partition(by_memory);
-        if !near.is_empty() {
-            self.drive(&mut draft, "shm", Shm::factory(1), None)?;
-            for address in near {
-                let port = address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
-                let port = port.ok_or_else(|| ConfigError::BadAddress(address.clone()))?;
-                let driver = &draft.drivers[0].1;
-                driver.connect(&socket_address(port)).context("connect to a prefill worker")?;
-            }
-        }
-        if !far.is_empty() {
-            let (name, factory) = by_socket(backend, &draft.ucx);
-            self.drive(&mut draft, name, factory, None)?;
-            let last = draft.drivers.len() - 1;
-            for address in far {
-                draft.drivers[last].1.connect(address).context("connect to a prefill worker")?;
-            }
-        }
         self.launch(draft)
     }
 }

@@ -1,16 +1,22 @@
 //! The `server router` process: one address in front of several decode (or unified) workers.
 //!
-//! A request goes to the healthy worker with the fewest requests under way. Until a worker has
-//! answered, the request can move to another one; from the first byte of an answer on it cannot,
+//! A request goes to the healthy worker where least has to be computed for it (`choice`). Until a
+//! worker has answered, the request can move to another one; from the first byte of an answer on it cannot,
 //! since the client has seen part of it. Bodies pass through frame by frame, and a client that
 //! leaves takes its connection to the worker with it.
 
+pub mod choice;
+mod errand;
 mod proxy;
+mod registry;
 mod view;
 mod workers;
 
 use crate::http::error::{ApiError, ErrorStyle};
 use crate::http::{HTML, PAGE, RequestId, known_path, no_path, wrong_method};
+use crate::net::discovery::{
+    self, Change, DiscoveryUrl, Leases, Listening, Member, Members, Notice, Pace,
+};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
@@ -18,9 +24,10 @@ use axum::http::header;
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use choice::{ChoiceConfig, HashKey};
 use proxy::ProxyClient;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::time::MissedTickBehavior;
@@ -31,6 +38,12 @@ use workers::Workers;
 pub struct RouterConfig {
     /// Base addresses of decode or unified workers, like `http://127.0.0.1:30001`.
     pub workers: Vec<String>,
+    /// Whether more may come later, so that it may begin without any.
+    pub may_join: bool,
+    /// How long one that is missing in lists of workers is still taken to be there.
+    pub grace: Duration,
+    /// How a worker is chosen.
+    pub choice: ChoiceConfig,
     /// Time between two health checks of a worker.
     pub health_interval: Duration,
     /// Time in which a worker must answer a health check or accept a connection.
@@ -49,6 +62,9 @@ impl Default for RouterConfig {
     fn default() -> Self {
         Self {
             workers: Vec::new(),
+            may_join: false,
+            grace: Pace::default().grace,
+            choice: ChoiceConfig::default(),
             health_interval: Duration::from_secs(1),
             health_timeout: Duration::from_secs(3),
             max_queued_requests: 1024,
@@ -71,6 +87,9 @@ pub enum RouterError {
     /// The same worker twice would be asked again after it failed.
     #[error("worker address {0:?} is given twice")]
     Duplicate(String),
+    /// Hashes of prompts without a secret key could be made to collide.
+    #[error("no random bytes for the key of the prompts' hashes: {0}")]
+    NoRandom(String),
 }
 
 pub(crate) struct RouterState {
@@ -79,6 +98,10 @@ pub(crate) struct RouterState {
     pub(crate) client: ProxyClient,
     /// Requests that may still be taken.
     pub(crate) slots: Arc<Semaphore>,
+    /// What lists of workers have said.
+    members: Mutex<Members>,
+    /// Those that have registered here.
+    leases: Mutex<Leases>,
 }
 
 /// A router: its endpoints and its health checks.
@@ -98,11 +121,18 @@ impl ReverseProxy {
     ///
     /// [`RouterError`] for addresses that cannot be used.
     pub fn new(config: RouterConfig) -> Result<Self, RouterError> {
-        let workers = Workers::new(&config.workers)?;
+        let mut key = [0; 32];
+        getrandom::fill(&mut key).map_err(|error| RouterError::NoRandom(error.to_string()))?;
+        if config.workers.is_empty() && !config.may_join {
+            return Err(RouterError::NoWorkers);
+        }
+        let workers = Workers::new(&config.workers, config.choice, HashKey(key))?;
+        let members = Mutex::new(Members::new(Listening::Front, config.grace));
+        let leases = Mutex::default();
         let client = proxy::client(config.health_timeout);
         let slots =
             Arc::new(Semaphore::new(config.max_queued_requests.min(Semaphore::MAX_PERMITS)));
-        Ok(Self(Arc::new(RouterState { config, workers, client, slots })))
+        Ok(Self(Arc::new(RouterState { config, workers, client, slots, members, leases })))
     }
 
     /// The endpoints.
@@ -129,14 +159,61 @@ impl ReverseProxy {
             .with_state(state)
     }
 
-    /// Asks every worker for its health, once.
+    /// Asks every worker for its health, once, and forgets those that have left.
     pub async fn check_workers(&self) {
         let state = &self.0;
-        let checks = state.workers.iter().map(|worker| async move {
-            let found = proxy::check(&state.client, worker, state.config.health_timeout).await;
+        let checks = state.workers.all().into_iter().map(|worker| async move {
+            let found = proxy::check(&state.client, &worker, state.config.health_timeout).await;
             worker.set_health(found);
         });
         futures_util::future::join_all(checks).await;
+        state.workers.clear_away();
+    }
+
+    /// Takes in who is there, as a list of workers says. Those that come are asked for their health
+    /// at once, which needs a Tokio runtime.
+    pub fn hear(&self, listing: &[Member]) {
+        let state = &self.0;
+        let mut members = state.members.lock().unwrap_or_else(PoisonError::into_inner);
+        members.handle_listing(state.workers.now(), listing);
+        while let Some(change) = members.poll_change() {
+            match change {
+                Change::Joined(address) => match state.workers.join(&address) {
+                    Ok(Some(worker)) => {
+                        let state = Arc::clone(state);
+                        tokio::spawn(async move {
+                            let limit = state.config.health_timeout;
+                            worker.set_health(proxy::check(&state.client, &worker, limit).await);
+                        });
+                    }
+                    Ok(None) => {}
+                    Err(error) => tracing::warn!("discovery: {error}"),
+                },
+                Change::Left(address) => state.workers.leave(&address),
+            }
+        }
+        while let Some(Notice { address, why }) = members.poll_notice() {
+            tracing::warn!(address, "discovery: a worker is not used: {why}");
+        }
+    }
+
+    /// Hears of workers from `url`, for as long as an endpoint of this router is alive.
+    pub fn discover(&self, url: DiscoveryUrl) -> impl Future<Output = ()> + Send + 'static {
+        let state = Arc::downgrade(&self.0);
+        let pace = Pace { grace: self.0.config.grace, ..Pace::default() };
+        async move {
+            let hear = |listing: Vec<Member>| {
+                if let Some(state) = state.upgrade() {
+                    Self(state).hear(&listing);
+                }
+            };
+            discovery::follow(&url, pace, hear).await;
+        }
+    }
+
+    /// Endpoints at which workers register, for a port that only they can reach.
+    pub fn registry(&self) -> Router {
+        registry::app(self.clone())
     }
 
     /// Checks all workers again and again, for as long as an endpoint of this router is alive.
@@ -149,7 +226,9 @@ impl ReverseProxy {
             loop {
                 interval.tick().await;
                 let Some(state) = state.upgrade() else { return };
-                Self(state).check_workers().await;
+                let router = Self(state);
+                router.hear_registered();
+                router.check_workers().await;
             }
         }
     }
@@ -193,7 +272,8 @@ async fn observe(
 
 /// No worker can take the request.
 fn none_ready(state: &RouterState) -> ApiError {
-    let message = match state.workers.iter().count() {
+    let message = match state.workers.all().len() {
+        0 => "no worker has joined yet".to_owned(),
         1 => "the worker is not ready".to_owned(),
         count => format!("none of the {count} workers is ready"),
     };

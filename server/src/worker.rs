@@ -5,6 +5,7 @@ pub mod cache;
 pub mod events;
 pub mod faults;
 mod pages;
+mod pair;
 mod prefix;
 mod probe;
 mod pull;
@@ -84,6 +85,8 @@ pub struct WorkerConfig {
     /// Output tokens that a sequence is promised pages for when it begins; further ones as it comes
     /// to need them.
     pub reserved_decode_tokens: u32,
+    /// Most uncached tokens of a prompt that a decode worker computes without asking another.
+    pub local_prefill_max: u32,
     /// Whether prefixes are kept for later prompts.
     pub keep_prefixes: bool,
     /// How long clients may wait.
@@ -188,6 +191,8 @@ pub struct Snapshot {
     pub recomputed: u64,
     /// Prompts that a decode worker computed because no prefill worker was connected.
     pub without_peer: u64,
+    /// Prompts that a decode worker computed because little of them was uncached.
+    pub kept_local: u64,
     /// Page groups set aside after a failed check.
     pub quarantined_total: u64,
     /// What went wrong in hand-offs, and what followed.
@@ -284,10 +289,12 @@ impl Shared {
 type PeerKey = (usize, PeerId);
 
 /// A prefill worker as seen from here.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Peer {
     address: String,
     pending: usize,
+    /// How well hand-offs from it go.
+    pair: pair::PairHealth,
     /// Longest prompt that it takes.
     tokens_max: u32,
 }
@@ -511,10 +518,13 @@ impl Worker {
         }
         let Some(seq) = self.sequences.get(&id) else { return };
         if self.config.role == Role::Decode && matches!(seq.origin, Origin::Client { .. }) {
-            if self.start_pull(id) {
+            if self.is_short(id) {
+                self.numbers.kept_local += 1;
+            } else if self.start_pull(id) {
                 return;
+            } else {
+                self.numbers.without_peer += 1;
             }
-            self.numbers.without_peer += 1;
         }
         self.start_local(id);
     }

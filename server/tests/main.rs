@@ -10,8 +10,12 @@ mod at_rest;
 mod client;
 #[path = "main/conformance.rs"]
 mod conformance;
+#[path = "main/discovery.rs"]
+mod discovery;
 #[path = "main/e2e.rs"]
 mod e2e;
+#[path = "main/etcd.rs"]
+mod etcd;
 #[path = "main/fake.rs"]
 mod fake;
 #[path = "main/formats.rs"]

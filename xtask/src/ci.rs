@@ -1,7 +1,9 @@
 //! What `.ci/run` does, in order and with times.
 
 use crate::test::{Layer, Numbers, Runner};
-use crate::{bench, docs, external, fences, kernels, moto, python, sh, test, tidy, ucx, versions};
+use crate::{
+    bench, docs, etcd, external, fences, kernels, moto, python, sh, test, tidy, ucx, versions,
+};
 use anyhow::{Context as _, Result};
 use std::time::Instant;
 
@@ -10,7 +12,7 @@ type Step = (&'static str, fn() -> Result<()>);
 
 /// Steps in order: what fails fast first, the tests last, so that the closing line of the test
 /// runner is the last output.
-const STEPS: [Step; 16] = [
+const STEPS: [Step; 17] = [
     ("fmt", fmt),
     ("tidy", tidy::run),
     ("fences", fences::run),
@@ -21,6 +23,7 @@ const STEPS: [Step; 16] = [
     ("python", || python::ensure().map(drop)),
     ("ucx", || ucx::ensure().map(drop)),
     ("moto", || moto::ensure().map(drop)),
+    ("etcd", || etcd::ensure().map(drop)),
     ("kernels", kernels::check),
     ("build", build),
     ("external", external::run),

@@ -10,6 +10,7 @@
 mod bench;
 mod ci;
 mod docs;
+mod etcd;
 mod external;
 mod fences;
 mod hooks;

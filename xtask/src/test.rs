@@ -7,7 +7,7 @@ mod layers;
 mod tally;
 
 use crate::sh::{self, Watch};
-use crate::{metadata, moto, node, python, ucx};
+use crate::{etcd, metadata, moto, node, python, ucx};
 use anyhow::{Context as _, Result, bail};
 pub(crate) use layers::Layer;
 use std::path::PathBuf;
@@ -55,6 +55,7 @@ struct Equipment {
     ucx: Option<PathBuf>,
     moto: Option<PathBuf>,
     node: Option<PathBuf>,
+    etcd: Option<PathBuf>,
 }
 
 /// Runs the tests of `layer`.
@@ -77,8 +78,8 @@ pub(crate) fn run(layer: Layer, numbers: Numbers, runner: Runner) -> Result<()> 
     let python = if layer.has_end_to_end() { interpreter()? } else { None };
     let without = (layer.has_end_to_end() && python.is_none()).then_some(PYTHON_TESTS);
     let node = if layer.has_end_to_end() { node_package()? } else { None };
-    let moto = object_server(layer)?;
-    let equipment = Equipment { numbers, python, ucx: library()?, moto, node };
+    let (moto, etcd) = (object_server(layer)?, registry(layer)?);
+    let equipment = Equipment { numbers, python, ucx: library()?, moto, etcd, node };
     let mut tally = Tally::default();
     let started = Instant::now();
     if layer.has_doc_tests() {
@@ -142,6 +143,9 @@ impl Equipment {
         if let Some(node) = &self.node {
             command.env(node::VARIABLE, node);
         }
+        if let Some(etcd) = &self.etcd {
+            command.env(etcd::VARIABLE, etcd);
+        }
     }
 }
 
@@ -192,6 +196,22 @@ fn node_package() -> Result<Option<PathBuf>> {
         Err(error) if sh::is_ci() => Err(error.context("the Node client is required in CI")),
         Err(error) => {
             println!("the Node client is not tested: {error:#}");
+            Ok(None)
+        }
+    }
+}
+
+/// etcd for the tests of discovery; in CI it must be there, elsewhere they leave themselves out
+/// without it.
+fn registry(layer: Layer) -> Result<Option<PathBuf>> {
+    if !layer.has_etcd() {
+        return Ok(None);
+    }
+    match etcd::ensure() {
+        Ok(path) => Ok(Some(path)),
+        Err(error) if sh::is_ci() => Err(error.context("etcd is required in CI")),
+        Err(error) => {
+            println!("discovery by etcd is not tested: {error:#}");
             Ok(None)
         }
     }
@@ -258,7 +278,7 @@ fn fault_arguments(numbers: &Numbers) -> Vec<String> {
 fn long(name: &str, numbers: Numbers, arguments: &[String]) -> Result<()> {
     let needs_ucx = numbers.transport.as_deref() == Some("ucx");
     let ucx = if needs_ucx { library()? } else { None };
-    let equipment = Equipment { numbers, python: None, ucx, moto: None, node: None };
+    let equipment = Equipment { numbers, python: None, ucx, moto: None, etcd: None, node: None };
     let mut runs = 0;
     for package in metadata::packages()? {
         for target in package.targets.iter().filter(|target| target.name == name) {

@@ -1,8 +1,10 @@
-//! What serving costs beside the model: the plan of a step, and streams through HTTP.
+//! What serving costs beside the model: the plan of a step, the choice of a
+//! worker, and streams through HTTP.
 //!
 //! `--plain` and `--ours` are for its own child processes.
 #![expect(clippy::print_stdout, reason = "figures are the output of a bench")]
 
+mod choice;
 mod plan;
 mod scripted;
 mod streams;
@@ -23,5 +25,6 @@ fn main() -> anyhow::Result<()> {
         return scripted::serve(mode);
     }
     plan::run();
+    choice::run();
     streams::run()
 }

@@ -270,14 +270,16 @@ fn requests(n: &Snapshot) -> [Plain; 9] {
     ]
 }
 
-fn handoffs(n: &Snapshot) -> [Plain; 6] {
+fn handoffs(n: &Snapshot) -> [Plain; 7] {
     let failed = "Prompts computed here after a failed hand-off";
     let alone = "Prompts computed here because no prefill worker was connected";
+    let short = "Prompts that a decode worker computed because little of them was uncached";
     let set_aside = "Page groups set aside after a failed check";
     [
         ("dsv4:handoffs_total", Counter, n.handoffs, "Prompts handed over"),
         ("dsv4:prompts_recomputed_total", Counter, n.recomputed, failed),
         ("dsv4:prompts_without_peer_total", Counter, n.without_peer, alone),
+        ("dsv4:prompts_kept_local_total", Counter, n.kept_local, short),
         ("dsv4:page_groups_quarantined_total", Counter, n.quarantined_total, set_aside),
         ("dsv4:prompts_lent", Gauge, n.lent, "Prompts whose pages a peer may read"),
         ("dsv4:peers", Gauge, n.peers.len() as u64, "Connected peers"),

@@ -1,23 +1,21 @@
 //! Passing requests to workers and their answers back.
 
-use super::workers::{UnderWay, Worker, WorkerHealth};
-use super::{RouterState, none_ready};
-use crate::http::error::{ApiError, ErrorStyle, is_busy};
+use super::RouterState;
+use super::errand::Errand;
+use super::workers::{Worker, WorkerHealth};
+use crate::http::error::ApiError;
 use crate::http::{HEADER_TIMEOUT, RequestId, collect_body};
 use axum::body::Body;
 use axum::extract::{Extension, State};
 use axum::http::uri::PathAndQuery;
 use axum::http::{HeaderMap, HeaderName, Request, Response, StatusCode, header};
 use bytes::Bytes;
-use futures_util::stream::{self, StreamExt};
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::Incoming;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::OwnedSemaphorePermit;
 
 /// Connections to workers.
 pub(crate) type ProxyClient = Client<HttpConnector, Full<Bytes>>;
@@ -101,104 +99,11 @@ pub(super) async fn forward(
     let (parts, body) = request.into_parts();
     let config = &state.config;
     let body = collect_body(body, config.max_body_bytes, config.body_timeout).await?;
-    let path = parts.uri.path_and_query().cloned().unwrap_or(PathAndQuery::from_static("/"));
-    let style = ErrorStyle::of(parts.uri.path());
-    let mut headers = parts.headers;
-    strip(&mut headers);
-    // Set anew for the worker and the body at hand.
-    headers.remove(header::HOST);
-    headers.remove(header::CONTENT_LENGTH);
-    headers.insert(crate::http::REQUEST_ID, id.header());
-
-    let mut tried: Vec<Arc<Worker>> = Vec::new();
-    let mut last: Option<Response<Body>> = None;
-    while let Some(under_way) = state.workers.pick(&tried) {
-        let worker = Arc::clone(&under_way.0);
-        let mut attempt = Request::new(Full::new(body.clone()));
-        *attempt.method_mut() = parts.method.clone();
-        *attempt.uri_mut() = worker.uri(path.clone());
-        *attempt.headers_mut() = headers.clone();
-        let answer = tokio::select! {
-            answer = state.client.request(attempt) => answer.map_err(|error| chain(&error)),
-            () = worker.gone() => Err("the worker stopped answering".to_owned()),
-        };
-        match answer {
-            Ok(response) if is_busy(response.status()) => {
-                tracing::debug!(request_id = id.as_str(), worker = worker.address(), "busy");
-                last = Some(response.map(|body| pass(body, under_way, None, None)));
-            }
-            Ok(response) => return Ok(answer_of(response, under_way, slot, (style, id))),
-            Err(reason) => {
-                tracing::warn!(
-                    request_id = id.as_str(),
-                    worker = worker.address(),
-                    reason,
-                    "no answer"
-                );
-                worker.unreachable(&reason);
-            }
-        }
-        tried.push(worker);
-    }
-    match last {
-        Some(mut response) => {
-            strip(response.headers_mut());
-            Ok(response)
-        }
-        None => Err(none_ready(&state)),
-    }
-}
-
-fn answer_of(
-    response: Response<Incoming>,
-    under_way: UnderWay,
-    slot: OwnedSemaphorePermit,
-    client: (ErrorStyle, RequestId),
-) -> Response<Body> {
-    let kind = response.headers().get(header::CONTENT_TYPE);
-    let is_stream = kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
-    let events = is_stream.then_some(client);
-    let mut response = response.map(|body| pass(body, under_way, Some(slot), events));
-    strip(response.headers_mut());
-    response
-}
-
-/// An answer's body, frame by frame. The request counts as under way until it is dropped. A stream
-/// of events that breaks off ends with an event that says so, any other body with a broken
-/// connection: a client must be able to tell it from a complete one. `events` says how the client of
-/// a stream reads errors.
-fn pass(
-    body: Incoming,
-    under_way: UnderWay,
-    slot: Option<OwnedSemaphorePermit>,
-    events: Option<(ErrorStyle, RequestId)>,
-) -> Body {
-    let data = body.into_data_stream();
-    let frames = stream::unfold(Some((data, under_way, slot, events)), |held| async move {
-        let (mut data, under_way, slot, events) = held?;
-        let next = tokio::select! {
-            next = data.next() => next?.map_err(|error| chain(&error)),
-            () = under_way.0.gone() => Err("the worker stopped answering".to_owned()),
-        };
-        match next {
-            Ok(bytes) => Some((Ok(bytes), Some((data, under_way, slot, events)))),
-            Err(reason) => {
-                let worker = under_way.0.address();
-                tracing::warn!(worker, reason, "answer broke off");
-                let Some((style, id)) = events else {
-                    return Some((Err(std::io::Error::other(reason)), None));
-                };
-                let message = format!("the worker's answer broke off: {reason}");
-                let error = ApiError::bad_gateway(message);
-                Some((Ok(style.event(&error, id.as_str(), None)), None))
-            }
-        }
-    });
-    Body::from_stream(frames)
+    Errand::new(state, id, parts, body).await.run(slot).await
 }
 
 /// Removes what belongs to one connection.
-fn strip(headers: &mut HeaderMap) {
+pub(super) fn strip(headers: &mut HeaderMap) {
     let named: Vec<HeaderName> = headers
         .get_all(header::CONNECTION)
         .iter()
@@ -212,7 +117,7 @@ fn strip(headers: &mut HeaderMap) {
 }
 
 /// An error with its causes.
-fn chain(error: &dyn std::error::Error) -> String {
+pub(super) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {

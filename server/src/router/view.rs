@@ -15,30 +15,38 @@ use std::sync::Arc;
 
 /// `GET /health`: 200 if at least one worker takes requests.
 pub(super) async fn health(State(state): State<Arc<RouterState>>) -> Response {
-    let ready = state.workers.iter().any(|worker| worker.health() == WorkerHealth::Ready);
-    let workers: Vec<Value> = state.workers.iter().map(|worker| worker_json(worker)).collect();
+    let all = state.workers.all();
+    let is_ready =
+        |worker: &Arc<Worker>| worker.health() == WorkerHealth::Ready && !worker.is_leaving();
+    let ready = all.iter().any(is_ready);
+    let workers: Vec<Value> = all.iter().map(|worker| worker_json(&state, worker)).collect();
     let reason = (!ready).then(|| none_ready(&state).message);
     let status = if ready { "ready" } else { "failed" };
     let code = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (code, Json(json!({"status": status, "reason": reason, "workers": workers}))).into_response()
 }
 
-fn worker_json(worker: &Worker) -> Value {
+fn worker_json(state: &RouterState, worker: &Worker) -> Value {
     let health = worker.health();
+    let (remembered, uncached) = state.workers.blocks_of(worker);
     json!({
         "address": worker.address(),
-        "status": health.name(),
+        "status": if worker.is_leaving() { "leaving" } else { health.name() },
         "reason": health.reason(),
         "under_way": worker.under_way(),
         "requests": worker.requests(),
         "failures": worker.failures(),
+        "prompt_blocks": worker.prompt_blocks(),
+        "overlap_blocks": worker.overlap_blocks(),
+        "remembered_blocks": remembered,
+        "uncached_blocks": uncached,
     })
 }
 
 /// `GET /metrics`.
 pub(super) async fn metrics(State(state): State<Arc<RouterState>>) -> impl IntoResponse {
     let mut metrics = Vec::new();
-    for worker in state.workers.iter() {
+    for worker in &state.workers.all() {
         let mut add = |name: &str, help, kind, value| {
             metrics.push(Metric {
                 name: format!("dsv4_router:{name}"),
@@ -49,11 +57,21 @@ pub(super) async fn metrics(State(state): State<Arc<RouterState>>) -> impl IntoR
             });
         };
         let (counter, gauge) = (MetricKind::Counter, MetricKind::Gauge);
-        let ready = f64::from(u8::from(worker.health() == WorkerHealth::Ready));
+        let is_ready = worker.health() == WorkerHealth::Ready && !worker.is_leaving();
+        let ready = f64::from(u8::from(is_ready));
         add("worker_ready", "Whether the worker takes requests.", gauge, ready);
         add("num_running_reqs", "Requests under way.", gauge, worker.under_way() as f64);
         add("num_requests_total", "Requests sent.", counter, worker.requests() as f64);
         add("num_failures_total", "Requests not answered.", counter, worker.failures() as f64);
+        let (prompt, overlap) = (worker.prompt_blocks() as f64, worker.overlap_blocks() as f64);
+        add("prompt_blocks_total", "Blocks of the prompts sent, of 1 KiB.", counter, prompt);
+        let help = "Those of them that the worker was believed to have.";
+        add("overlap_blocks_total", help, counter, overlap);
+        let (remembered, uncached) = state.workers.blocks_of(worker);
+        let help = "Blocks that the worker is believed to have.";
+        add("remembered_blocks", help, gauge, remembered as f64);
+        let help = "Blocks that it computes for requests under way.";
+        add("uncached_blocks", help, gauge, uncached as f64);
     }
     for ((path, status), count) in state.workers.responses() {
         metrics.push(Metric {
@@ -73,15 +91,15 @@ pub(super) async fn metrics(State(state): State<Arc<RouterState>>) -> impl IntoR
 
 /// `GET /stats.json`: the workers' own pictures side by side.
 pub(super) async fn stats(State(state): State<Arc<RouterState>>) -> Json<Value> {
-    let pictures = state.workers.iter().map(|worker| async {
+    let pictures = state.workers.all().into_iter().map(|worker| async {
         let path = PathAndQuery::from_static("/stats.json");
-        let found = proxy::read(&state.client, worker, path, state.config.health_timeout).await;
+        let found = proxy::read(&state.client, &worker, path, state.config.health_timeout).await;
         let found = found.ok().and_then(|(_, body)| serde_json::from_slice::<Value>(&body).ok());
-        (Arc::clone(worker), found)
+        (worker, found)
     });
     let mut processes = Vec::new();
     for (worker, picture) in futures_util::future::join_all(pictures).await {
-        let mut process = worker_json(&worker);
+        let mut process = worker_json(&state, &worker);
         process["stats"] = picture.unwrap_or(Value::Null);
         processes.push(process);
     }

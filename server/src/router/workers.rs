@@ -1,11 +1,14 @@
 //! What the router knows about its workers.
 
 use super::RouterError;
+use super::choice::{Choice, ChoiceConfig, Chosen, HashKey, Prompt, WorkerId};
+use crate::clock::Clock;
 use axum::http::Uri;
 use axum::http::uri::{Authority, PathAndQuery, Scheme};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use tokio::sync::watch;
 
 /// Health checks in a row without an answer after which a worker counts as gone.
@@ -52,15 +55,20 @@ impl WorkerHealth {
 /// One worker.
 #[derive(Debug)]
 pub(super) struct Worker {
+    id: WorkerId,
     address: Authority,
     health: watch::Sender<WorkerHealth>,
+    /// Gets no new requests, and goes when those that it has have ended.
+    is_leaving: AtomicBool,
     under_way: AtomicUsize,
     requests: AtomicU64,
     failures: AtomicU64,
+    prompt_blocks: AtomicU64,
+    overlap_blocks: AtomicU64,
 }
 
 impl Worker {
-    fn new(text: &str) -> Result<Self, RouterError> {
+    fn new(id: WorkerId, text: &str) -> Result<Self, RouterError> {
         let bad = || RouterError::BadAddress(text.to_owned());
         let uri: Uri = text.parse().map_err(|_| bad())?;
         let parts = uri.into_parts();
@@ -68,11 +76,15 @@ impl Worker {
             && parts.path_and_query.is_none_or(|path| path == "/" || path == "");
         let address = parts.authority.filter(|_| plain).ok_or_else(bad)?;
         Ok(Self {
+            id,
             address,
             health: watch::Sender::new(WorkerHealth::Unknown),
+            is_leaving: AtomicBool::new(false),
             under_way: AtomicUsize::new(0),
             requests: AtomicU64::new(0),
             failures: AtomicU64::new(0),
+            prompt_blocks: AtomicU64::new(0),
+            overlap_blocks: AtomicU64::new(0),
         })
     }
 
@@ -132,6 +144,11 @@ impl Worker {
         let _ = health.wait_for(WorkerHealth::is_gone).await;
     }
 
+    /// Whether it gets no new requests, because it has left.
+    pub(super) fn is_leaving(&self) -> bool {
+        self.is_leaving.load(Ordering::Acquire)
+    }
+
     pub(super) fn under_way(&self) -> usize {
         self.under_way.load(Ordering::Relaxed)
     }
@@ -143,73 +160,199 @@ impl Worker {
     pub(super) fn failures(&self) -> u64 {
         self.failures.load(Ordering::Relaxed)
     }
+
+    /// Blocks of the prompts that were sent.
+    pub(super) fn prompt_blocks(&self) -> u64 {
+        self.prompt_blocks.load(Ordering::Relaxed)
+    }
+
+    /// Those of them that the worker was believed to have.
+    pub(super) fn overlap_blocks(&self) -> u64 {
+        self.overlap_blocks.load(Ordering::Relaxed)
+    }
 }
 
 /// Counts a request as under way at a worker for as long as it lives.
 #[derive(Debug)]
-pub(super) struct UnderWay(pub(super) Arc<Worker>);
+pub(super) struct UnderWay {
+    /// Who has it.
+    pub(super) worker: Arc<Worker>,
+    /// None once it was given back.
+    chosen: Option<Chosen>,
+    choice: Arc<Mutex<Choice>>,
+}
+
+impl UnderWay {
+    /// The first piece of the answer is there.
+    pub(super) fn first_token(&mut self) {
+        if let Some(chosen) = &mut self.chosen {
+            lock(&self.choice).handle_first_token(chosen);
+        }
+    }
+
+    /// The worker did not take it.
+    pub(super) fn refused(&self, prompt: &Prompt) {
+        if let Some(chosen) = &self.chosen {
+            lock(&self.choice).handle_refused(chosen, prompt);
+        }
+    }
+
+    /// The worker cannot be reached: no more requests until a health check succeeds.
+    pub(super) fn unreachable(&self, reason: &str) {
+        lock(&self.choice).handle_lost(self.worker.id);
+        self.worker.unreachable(reason);
+    }
+}
 
 impl Drop for UnderWay {
     fn drop(&mut self) {
-        self.0.under_way.fetch_sub(1, Ordering::Relaxed);
+        self.worker.under_way.fetch_sub(1, Ordering::Relaxed);
+        if let Some(chosen) = self.chosen.take() {
+            lock(&self.choice).handle_ended(chosen);
+        }
     }
 }
 
-/// All workers.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// All workers: those that were named at the start, which never leave, and those that come and go.
 #[derive(Debug)]
 pub(crate) struct Workers {
-    list: Vec<Arc<Worker>>,
-    /// Breaks ties, so that idle workers take turns.
-    turn: AtomicUsize,
+    list: Mutex<List>,
+    choice: Arc<Mutex<Choice>>,
+    key: HashKey,
+    clock: Clock,
     responses: Mutex<BTreeMap<(&'static str, u16), u64>>,
 }
 
+#[derive(Debug, Default)]
+struct List {
+    workers: Vec<Arc<Worker>>,
+    /// How many of them, at the beginning, never leave.
+    fixed: usize,
+    next_id: u64,
+}
+
+impl List {
+    fn add(&mut self, text: &str, choice: &mut Choice) -> Result<Arc<Worker>, RouterError> {
+        let worker = Arc::new(Worker::new(WorkerId(self.next_id), text)?);
+        if self.workers.iter().any(|known| known.address == worker.address) {
+            return Err(RouterError::Duplicate(text.to_owned()));
+        }
+        self.next_id += 1;
+        choice.handle_joined(worker.id);
+        self.workers.push(Arc::clone(&worker));
+        Ok(worker)
+    }
+}
+
 impl Workers {
-    pub(super) fn new(addresses: &[String]) -> Result<Self, RouterError> {
-        let mut list: Vec<Arc<Worker>> = Vec::with_capacity(addresses.len());
+    /// Those at `addresses` never leave.
+    pub(super) fn new(
+        addresses: &[String],
+        config: ChoiceConfig,
+        key: HashKey,
+    ) -> Result<Self, RouterError> {
+        let (mut list, mut choice) = (List::default(), Choice::new(config));
         for text in addresses {
-            let worker = Worker::new(text)?;
-            if list.iter().any(|known| known.address == worker.address) {
-                return Err(RouterError::Duplicate(text.clone()));
+            list.add(text, &mut choice)?;
+        }
+        list.fixed = list.workers.len();
+        let (list, choice) = (Mutex::new(list), Arc::new(Mutex::new(choice)));
+        Ok(Self { list, choice, key, clock: Clock::start(), responses: Mutex::default() })
+    }
+
+    /// Those that are there now, also those that are leaving.
+    pub(super) fn all(&self) -> Vec<Arc<Worker>> {
+        lock(&self.list).workers.clone()
+    }
+
+    /// A worker at `HOST:PORT` has come; it, if it was not there already.
+    pub(super) fn join(&self, address: &str) -> Result<Option<Arc<Worker>>, RouterError> {
+        let mut list = lock(&self.list);
+        if let Some(known) = list.workers.iter().find(|worker| worker.address() == address) {
+            if known.is_leaving.swap(false, Ordering::AcqRel) {
+                tracing::info!(worker = address, "worker has come back");
             }
-            list.push(Arc::new(worker));
+            return Ok(None);
         }
-        if list.is_empty() {
-            return Err(RouterError::NoWorkers);
-        }
-        Ok(Self { list, turn: AtomicUsize::new(0), responses: Mutex::default() })
+        let worker = list.add(&format!("http://{address}"), &mut lock(&self.choice))?;
+        tracing::info!(worker = address, "worker has joined");
+        Ok(Some(worker))
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = &Arc<Worker>> {
-        self.list.iter()
+    /// A worker has left: it gets no new requests.
+    pub(super) fn leave(&self, address: &str) {
+        let list = lock(&self.list);
+        let mut moving = list.workers.iter().skip(list.fixed);
+        if let Some(worker) = moving.find(|worker| worker.address() == address) {
+            worker.is_leaving.store(true, Ordering::Release);
+            tracing::info!(worker = address, under_way = worker.under_way(), "worker has left");
+        }
     }
 
-    /// The ready worker with the fewest requests under way, apart from those in `tried`.
-    pub(super) fn pick(&self, tried: &[Arc<Worker>]) -> Option<UnderWay> {
-        let usable: Vec<(usize, &Arc<Worker>)> = self
-            .list
+    /// Forgets those that have left and whose requests have ended.
+    pub(super) fn clear_away(&self) {
+        let mut list = lock(&self.list);
+        let fixed = list.fixed;
+        let mut choice = lock(&self.choice);
+        let mut place = 0;
+        list.workers.retain(|worker| {
+            place += 1;
+            let is_gone = place > fixed && worker.is_leaving() && worker.under_way() == 0;
+            if is_gone {
+                choice.handle_left(worker.id);
+            }
+            !is_gone
+        });
+    }
+
+    /// Time since the start.
+    pub(super) fn now(&self) -> Duration {
+        self.clock.elapsed()
+    }
+
+    /// Key of the hashes of prompts.
+    pub(super) const fn key(&self) -> HashKey {
+        self.key
+    }
+
+    /// Blocks that a worker is believed to have, and those that it computes.
+    pub(super) fn blocks_of(&self, worker: &Worker) -> (usize, u64) {
+        let choice = lock(&self.choice);
+        (choice.remembered(worker.id), choice.uncached_under_way(worker.id))
+    }
+
+    /// The ready worker that is to have a request, apart from those in `tried`.
+    pub(super) fn pick(&self, prompt: &Prompt, tried: &[Arc<Worker>]) -> Option<UnderWay> {
+        let list = lock(&self.list);
+        let usable: Vec<WorkerId> = list
+            .workers
             .iter()
             .filter(|worker| *worker.health.borrow() == WorkerHealth::Ready)
+            .filter(|worker| !worker.is_leaving())
             .filter(|worker| !tried.iter().any(|other| Arc::ptr_eq(worker, other)))
-            .map(|worker| (worker.under_way(), worker))
+            .map(|worker| worker.id)
             .collect();
-        let fewest = usable.iter().map(|&(under_way, _)| under_way).min()?;
-        let best: Vec<_> = usable.iter().filter(|(under_way, _)| *under_way == fewest).collect();
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        let (_, worker) = best[turn % best.len()];
+        let chosen = lock(&self.choice).choose(self.clock.elapsed(), prompt, &usable)?;
+        let worker = list.workers.iter().find(|worker| worker.id == chosen.worker)?;
         worker.under_way.fetch_add(1, Ordering::Relaxed);
         worker.requests.fetch_add(1, Ordering::Relaxed);
-        Some(UnderWay(Arc::clone(worker)))
+        worker.prompt_blocks.fetch_add(chosen.prompt_blocks.into(), Ordering::Relaxed);
+        worker.overlap_blocks.fetch_add(chosen.overlap_blocks.into(), Ordering::Relaxed);
+        let (worker, choice) = (Arc::clone(worker), Arc::clone(&self.choice));
+        Some(UnderWay { worker, chosen: Some(chosen), choice })
     }
 
     pub(super) fn count_response(&self, path: &'static str, status: u16) {
-        let mut responses = self.responses.lock().unwrap_or_else(PoisonError::into_inner);
-        *responses.entry((path, status)).or_default() += 1;
+        *lock(&self.responses).entry((path, status)).or_default() += 1;
     }
 
     /// Responses by path and status.
     pub(super) fn responses(&self) -> BTreeMap<(&'static str, u16), u64> {
-        self.responses.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.responses).clone()
     }
 }
 
@@ -217,10 +360,18 @@ impl Workers {
 mod tests {
     use super::*;
 
+    fn new(addresses: &[String]) -> Result<Workers, RouterError> {
+        Workers::new(addresses, ChoiceConfig::default(), HashKey([1; 32]))
+    }
+
+    fn pick(workers: &Workers) -> Option<UnderWay> {
+        workers.pick(&Prompt::none(), &[])
+    }
+
     fn workers(count: usize) -> Workers {
         let addresses: Vec<String> = (0..count).map(|i| format!("http://h:{}", i + 1)).collect();
-        let workers = Workers::new(&addresses).unwrap();
-        workers.iter().for_each(|worker| worker.set_health(WorkerHealth::Ready));
+        let workers = new(&addresses).unwrap();
+        workers.all().iter().for_each(|worker| worker.set_health(WorkerHealth::Ready));
         workers
     }
 
@@ -228,10 +379,9 @@ mod tests {
     fn addresses_are_checked() {
         let new = |list: &[&str]| {
             let list: Vec<String> = list.iter().map(|&text| text.to_owned()).collect();
-            Workers::new(&list).err()
+            new(&list).err()
         };
         assert_eq!(new(&["http://a:1", "http://b:2/"]), None);
-        assert_eq!(new(&[]), Some(RouterError::NoWorkers));
         for bad in ["", "a:1", "https://a:1", "http://a:1/v1", "http://a:1?x", "unix:/x"] {
             assert_eq!(new(&[bad]), Some(RouterError::BadAddress(bad.to_owned())), "{bad}");
         }
@@ -242,25 +392,24 @@ mod tests {
     #[test]
     fn the_least_loaded_ready_worker_is_picked() {
         let workers = workers(3);
-        let held: Vec<UnderWay> = (0..3).map(|_| workers.pick(&[]).unwrap()).collect();
-        let mut names: Vec<&str> = held.iter().map(|pick| pick.0.address()).collect();
+        let held: Vec<UnderWay> = (0..3).map(|_| pick(&workers).unwrap()).collect();
+        let mut names: Vec<&str> = held.iter().map(|pick| pick.worker.address()).collect();
         names.sort_unstable();
         assert_eq!(names, ["h:1", "h:2", "h:3"]);
-        let freed = Arc::clone(&held[1].0);
+        let freed = Arc::clone(&held[1].worker);
         drop(held.into_iter().nth(1));
-        let next = workers.pick(&[]).unwrap();
-        assert_eq!(next.0.under_way(), 1);
-        assert!(workers.pick(&[]).is_some());
+        let next = pick(&workers).unwrap();
+        assert_eq!(next.worker.under_way(), 1);
+        assert!(pick(&workers).is_some());
         freed.unreachable("test");
-        assert!((0..9).all(|_| workers.pick(&[]).unwrap().0.address() != freed.address()));
-        let all: Vec<Arc<Worker>> = workers.iter().cloned().collect();
-        assert!(workers.pick(&all).is_none());
+        assert!((0..9).all(|_| pick(&workers).unwrap().worker.address() != freed.address()));
+        assert!(workers.pick(&Prompt::none(), &workers.all()).is_none());
     }
 
     #[test]
     fn a_worker_is_gone_after_several_silent_checks() {
         let workers = workers(1);
-        let worker = workers.iter().next().unwrap();
+        let worker = workers.all().remove(0);
         let silent = || WorkerHealth::Silent(1, "no answer".to_owned());
         worker.unreachable("refused");
         worker.set_health(silent());
@@ -268,6 +417,32 @@ mod tests {
         worker.set_health(silent());
         assert!(worker.health().is_gone());
         worker.set_health(WorkerHealth::Ready);
-        assert!(!worker.health().is_gone() && workers.pick(&[]).is_some());
+        assert!(!worker.health().is_gone() && pick(&workers).is_some());
+    }
+
+    #[test]
+    fn a_worker_that_has_left_ends_what_it_has() {
+        let workers = workers(1);
+        assert!(workers.join("h:1").unwrap().is_none(), "it was there");
+        let second = workers.join("h:2").unwrap().unwrap();
+        second.set_health(WorkerHealth::Ready);
+        let held: Vec<UnderWay> = (0..2).map(|_| pick(&workers).unwrap()).collect();
+        assert_eq!(second.under_way(), 1);
+        workers.leave("h:2");
+        workers.leave("h:3");
+        assert!((0..9).all(|_| pick(&workers).unwrap().worker.address() == "h:1"));
+        workers.clear_away();
+        assert_eq!(workers.all().len(), 2, "a request is under way");
+        workers.join("h:2").unwrap();
+        assert!((0..9).any(|_| pick(&workers).unwrap().worker.address() == "h:2"));
+        workers.leave("h:2");
+        drop(held);
+        workers.clear_away();
+        assert_eq!(workers.all().len(), 1);
+        // Those that were named at the start stay.
+        workers.leave("h:1");
+        workers.clear_away();
+        assert_eq!(pick(&workers).unwrap().worker.address(), "h:1");
+        assert!(workers.join("not an address").is_err());
     }
 }

@@ -2,9 +2,10 @@
 //! that does not work.
 
 use super::faults::{FaultEvent, PeerName};
+use super::pair::PairHealth;
 use super::push::code;
-use super::sequence::State;
-use super::{Peer, Worker};
+use super::sequence::{Sequence, State};
+use super::{Peer, PeerKey, Role, Worker};
 use crate::engine::FailureKind;
 use crate::glue::handoff::{TagBinding, group_of, page_of, targets};
 use crate::glue::payload::FirstToken;
@@ -80,7 +81,12 @@ impl Worker {
                 self.shared.reached(&address);
                 self.peers.insert(
                     (driver, peer),
-                    Peer { address, pending: 0, tokens_max: limits.max_prompt_tokens },
+                    Peer {
+                        address,
+                        pending: 0,
+                        pair: PairHealth::default(),
+                        tokens_max: limits.max_prompt_tokens,
+                    },
                 );
             }
             Upcall::PeerDown { peer, address, why, had_bye } => {
@@ -126,21 +132,38 @@ impl Worker {
         self.routes.get(&attempt) == Some(&driver)
     }
 
+    /// Whether so little of a prompt is to be computed that asking another would take longer.
+    pub(super) fn is_short(&mut self, id: SeqId) -> bool {
+        let most = self.config.local_prefill_max as usize;
+        if most == 0 {
+            return false;
+        }
+        let Some(seq) = self.sequences.get_mut(&id) else { return false };
+        // What would be needed to go on from a prefix here, which is more than its blocks.
+        let here = self.prefixes.reach(None, seq, Role::Unified) as usize;
+        seq.tokens.len().saturating_sub(here) <= most
+    }
+
+    /// The least busy prefill worker that a sequence was not asked of yet, one whose hand-offs fail
+    /// last.
+    fn best_peer(&self, seq: &Sequence) -> Option<(PeerKey, &Peer)> {
+        if seq.tried.len() >= ASKED_MAX {
+            return None;
+        }
+        let now = self.clock.elapsed();
+        let untried = self.peers.iter().map(|(key, peer)| (*key, peer)).filter(|(_, peer)| {
+            seq.tokens.len() <= peer.tokens_max as usize && !seq.tried.contains(&peer.address)
+        });
+        untried.min_by_key(|(key, peer)| (peer.pair.is_resting(now), peer.pending, *key))
+    }
+
     /// Asks the least busy prefill worker for a prompt, of those that were not asked for it yet;
     /// false if there is none to ask.
     pub(super) fn start_pull(&mut self, id: SeqId) -> bool {
         let Some(seq) = self.sequences.get(&id) else { return false };
-        if seq.tried.len() >= ASKED_MAX {
-            return false;
-        }
-        let untried = self.peers.iter().filter(|(_, peer)| {
-            seq.tokens.len() <= peer.tokens_max as usize && !seq.tried.contains(&peer.address)
-        });
-        let Some((key, chosen)) = untried.min_by_key(|(key, peer)| (peer.pending, **key)) else {
-            return false;
-        };
+        let Some((key, chosen)) = self.best_peer(seq) else { return false };
         let address = chosen.address.clone();
-        let key @ (driver, peer) = *key;
+        let key @ (driver, peer) = key;
         let (table, have) = match self.reserve_targets(id) {
             Ok(Some(reserved)) => reserved,
             Ok(None) => return false,
@@ -355,6 +378,7 @@ impl Worker {
             seq.state = State::Unwinding { recompute: true };
             return self.unwound(id);
         }
+        let seq_peer = seq.peer;
         seq.computed = first.tokens;
         seq.cached = first.cached;
         seq.from_tiers = first.cached_below;
@@ -363,6 +387,9 @@ impl Worker {
             panic!("seal and keep the pages of sequence {id}: {error}");
         }
         self.numbers.handoffs += 1;
+        if let Some(peer) = seq_peer.and_then(|peer| self.peers.get_mut(&peer)) {
+            peer.pair.handle_done();
+        }
         self.deliver(id, first.sampled);
     }
 
@@ -370,6 +397,7 @@ impl Worker {
     fn pull_failed(&mut self, attempt: AttemptId, why: &FailReason) {
         let Some(id) = self.attempts.get(&attempt).copied() else { return };
         self.count_fault(id, FaultEvent::Failed, reason(why));
+        self.pair_failed(id, why);
         if let Some(seq) = self.sequences.get_mut(&id)
             && seq.state == (State::Pulling { attempt })
         {
@@ -390,6 +418,17 @@ impl Worker {
                 "hand-off failed: {why}"
             );
             seq.state = State::Unwinding { recompute: true };
+        }
+    }
+
+    /// Takes note that a hand-off failed, unless it was called off here.
+    fn pair_failed(&mut self, id: SeqId, why: &FailReason) {
+        let now = self.clock.elapsed();
+        let peer = self.sequences.get(&id).and_then(|seq| seq.peer);
+        let Some(peer) = peer.and_then(|peer| self.peers.get_mut(&peer)) else { return };
+        if !matches!(why, FailReason::Cancelled) && peer.pair.handle_failed(now) {
+            let address = peer.address.as_str();
+            tracing::warn!(address, "hand-offs from this peer fail: others are asked before it");
         }
     }
 

@@ -18,6 +18,8 @@ mod corpus;
 mod damage;
 #[path = "e2e/deploy.rs"]
 mod deploy;
+#[path = "e2e/discovery.rs"]
+mod discovery;
 #[path = "e2e/fault_run.rs"]
 mod fault_run;
 #[path = "e2e/faulted.rs"]

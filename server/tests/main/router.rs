@@ -463,3 +463,165 @@ async fn health_is_checked_in_the_background() {
     while client.get("/health").await.status == 200 {}
     served.abort();
 }
+
+/// A conversation of several blocks.
+fn conversation(session: usize, turns: usize) -> Value {
+    let turn = |n: usize| json!({"role": "user", "content": format!("{session}-{n} ").repeat(300)});
+    json!({"messages": (0..turns).map(turn).collect::<Vec<_>>()})
+}
+
+#[tokio::test]
+async fn a_conversation_stays_with_its_worker() {
+    let (a, b) = (Worker::start("a").await, Worker::start("b").await);
+    let front = Front::over(&[a.url(), b.url()], |_| {}).await;
+    let mut homes = Vec::new();
+    for session in 0..4 {
+        let answer = front.client.post(CHAT, &conversation(session, 2)).await;
+        homes.push(answer.header("x-worker").unwrap().to_owned());
+    }
+    assert_eq!(homes.iter().filter(|&home| home == "a").count(), 2, "{homes:?}");
+    for turns in 3..6 {
+        for (session, home) in homes.iter().enumerate() {
+            let answer = front.client.post(CHAT, &conversation(session, turns)).await;
+            assert_eq!(answer.header("x-worker"), Some(&**home));
+        }
+    }
+    let health = front.client.get("/health").await.json();
+    for worker in health["workers"].as_array().unwrap() {
+        let of = |field: &str| worker[field].as_u64().unwrap();
+        assert!(of("overlap_blocks") > 0 && of("overlap_blocks") < of("prompt_blocks"));
+        assert_eq!(of("uncached_blocks"), 0);
+    }
+    let metrics = front.client.get("/metrics").await;
+    let overlap = health["workers"][0]["overlap_blocks"].as_u64().unwrap();
+    let line = format!("dsv4_router:overlap_blocks_total{{worker=\"{}\"}} {overlap}", a.address);
+    assert!(metrics.text().lines().any(|found| found == line), "{}", metrics.text());
+
+    // Its worker is not ready: the conversation goes on at the other one.
+    let (home, other) = if homes[0] == "a" { (&a, "b") } else { (&b, "a") };
+    home.set_health(StatusCode::SERVICE_UNAVAILABLE);
+    front.proxy.check_workers().await;
+    let answer = front.client.post(CHAT, &conversation(0, 6)).await;
+    assert_eq!(answer.header("x-worker"), Some(other));
+}
+
+#[tokio::test]
+async fn a_stream_that_broke_before_its_first_piece_begins_at_another_worker() {
+    let (mut a, mut b) = (Worker::start("a").await, Worker::start("b").await);
+    let front = Front::over(&[a.url(), b.url()], |_| {}).await;
+    for worker in [&a, &b] {
+        worker.plan(Plan::Stream("text/event-stream"));
+    }
+    let mut stream = front.client.stream(CHAT, &json!({})).await;
+    assert_eq!(stream.status, 200);
+    let open = a.opened.recv().await.unwrap();
+    open.pieces.send(Err(std::io::Error::other("worker died"))).unwrap();
+    let open = b.opened.recv().await.unwrap();
+    open.pieces.send(Ok(Bytes::from_static(b"data: one\n\n"))).unwrap();
+    assert_eq!(stream.event().await.unwrap(), "one");
+    drop(open);
+    assert_eq!(stream.event().await, None);
+    let health = front.client.get("/health").await.json();
+    assert_eq!(health["workers"][0]["status"], "silent");
+    assert_eq!(health["workers"][0]["under_way"], 0);
+
+    // With nobody left to ask the client is told.
+    b.plan(Plan::Stream("text/event-stream"));
+    let mut stream = front.client.stream(CHAT, &json!({})).await;
+    let open = b.opened.recv().await.unwrap();
+    open.pieces.send(Err(std::io::Error::other("worker died"))).unwrap();
+    let error: Value = serde_json::from_str(&stream.event().await.unwrap()).unwrap();
+    assert_eq!(error["error"]["code"], "bad_gateway");
+    assert_eq!((a.requests(), b.requests()), (1, 2));
+}
+
+/// A worker's registration.
+fn registration(worker: &Worker, role: &str) -> Value {
+    json!({"lease_s": 30, "worker": {
+        "id": worker.state.name, "role": role, "url": worker.url(), "model": "m",
+        "fingerprint": "f", "bootstrap": (role == "prefill").then_some("h:1"),
+    }})
+}
+
+#[tokio::test]
+async fn workers_register_and_leave_while_requests_run() {
+    let (mut a, b, c) =
+        (Worker::start("a").await, Worker::start("b").await, Worker::start("c").await);
+    let front = Front::over(&[], |config| {
+        config.may_join = true;
+        config.grace = Duration::ZERO;
+    })
+    .await;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let registry = Client::new(listener.local_addr().unwrap());
+    let served = serve(listener, front.proxy.registry(), HEADER_TIMEOUT, std::future::pending());
+    tokio::spawn(served);
+    let answer = front.client.post(CHAT, &json!({})).await;
+    assert_eq!(answer.status, 503);
+    assert_eq!(answer.json()["error"]["code"], "no_worker");
+
+    for (worker, role) in [(&a, "decode"), (&c, "prefill")] {
+        let answer = registry.post("/workers", &registration(worker, role)).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+    }
+    front.proxy.check_workers().await;
+    a.plan(Plan::Stream("text/event-stream"));
+    let mut stream = front.client.stream(CHAT, &json!({})).await;
+    let open = a.opened.recv().await.unwrap();
+    registry.post("/workers", &registration(&b, "null")).await;
+    front.proxy.check_workers().await;
+    let listed = registry.get("/workers").await.json();
+    let ids: Vec<&str> =
+        listed["workers"].as_array().unwrap().iter().map(|w| w["id"].as_str().unwrap()).collect();
+    assert_eq!(ids, ["a", "b", "c"]);
+
+    // It has left: new requests go elsewhere, and it ends what it has.
+    let answer = registry.ask(Method::DELETE, "/workers/a", &[], "").await;
+    assert_eq!(answer.status, 204);
+    registry.get("/workers").await;
+    for _ in 0..4 {
+        let answer = front.client.post(CHAT, &json!({})).await;
+        assert_eq!(answer.header("x-worker"), Some("b"));
+    }
+    let health = front.client.get("/health").await.json();
+    assert_eq!(health["workers"][0]["status"], "leaving");
+    open.pieces.send(Ok(Bytes::from_static(b"data: one\n\n"))).unwrap();
+    assert_eq!(stream.event().await.unwrap(), "one");
+    drop(open);
+    assert_eq!(stream.event().await, None);
+    front.proxy.check_workers().await;
+    let health = front.client.get("/health").await.json();
+    assert_eq!(health["workers"].as_array().unwrap().len(), 1);
+    assert_eq!((a.requests(), c.requests()), (1, 0));
+}
+
+#[tokio::test]
+async fn what_is_no_registration_is_refused() {
+    let a = Worker::start("a").await;
+    let front = Front::over(&[a.url()], |config| config.may_join = true).await;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let registry = Client::new(listener.local_addr().unwrap());
+    let served = serve(listener, front.proxy.registry(), HEADER_TIMEOUT, std::future::pending());
+    tokio::spawn(served);
+    let good = registration(&a, "decode");
+    for (path, wrong) in [
+        ("/lease_s", json!(0)),
+        ("/lease_s", json!(301)),
+        ("/lease_s", json!(-1)),
+        ("/worker/url", json!("https://h:1")),
+        ("/worker/role", json!("none")),
+        ("/worker/id", json!("../x")),
+        ("/worker", json!([])),
+    ] {
+        let mut body = good.clone();
+        *body.pointer_mut(path).unwrap() = wrong;
+        let answer = registry.post("/workers", &body).await;
+        assert_eq!(answer.status, 400, "{body}: {}", answer.text());
+    }
+    assert_eq!(registry.ask(Method::POST, "/workers", &[], "\u{0}").await.status, 400);
+    let large = json!({"x": "y".repeat(20_000)});
+    assert_eq!(registry.post("/workers", &large).await.status, 413);
+    assert_eq!(registry.ask(Method::DELETE, "/workers/nobody", &[], "").await.status, 404);
+    assert_eq!(registry.get("/workers").await.json()["workers"], json!([]));
+    assert_eq!(front.client.get("/health").await.json()["workers"].as_array().unwrap().len(), 1);
+}

@@ -65,6 +65,11 @@ impl Layer {
         matches!(self, Self::Conformance | Self::E2e | Self::All)
     }
 
+    /// True if the layer has tests of discovery by etcd.
+    pub(super) fn has_etcd(self) -> bool {
+        matches!(self, Self::E2e | Self::All)
+    }
+
     /// True if doc tests belong to the layer.
     pub(super) fn has_doc_tests(self) -> bool {
         matches!(self, Self::Unit | Self::All)

@@ -215,6 +215,28 @@ async fn a_prompt_that_one_worker_refuses_is_asked_of_another() {
     assert_eq!(again, faults("failed"), "each refusal was followed by another worker");
 }
 
+/// What takes less to compute than to hand over is computed by the decode worker, with the same answer.
+#[tokio::test]
+async fn a_short_prompt_stays_with_the_decode_worker() {
+    let pair = Pair::start("tcp", "--max-local-prefill-length 200");
+    let unified = Server::worker("null", "");
+    eventually("the workers are connected", async || {
+        let metrics = Metrics::of(&pair.decode.url).await;
+        (metrics.sum("dsv4:peers", &["decode"]) == 1.0).then_some(())
+    })
+    .await;
+    for length in [200, 201, 150, 600] {
+        let ids = prompt(length);
+        let answer = complete(&pair.decode.url, &ids, 4).await;
+        assert_eq!(answer, complete(&unified.url, &ids, 4).await, "{length} tokens");
+    }
+    let metrics = Metrics::of(&pair.decode.url).await;
+    assert_eq!(metrics.sum("dsv4:prompts_kept_local_total", &["decode"]), 2.0);
+    assert_eq!(metrics.sum("dsv4:handoffs_total", &["decode"]), 2.0);
+    assert_eq!(metrics.sum("dsv4:prompts_without_peer_total", &["decode"]), 0.0);
+    assert_all_given_back(&[&pair.decode.url, &pair.prefill.url]).await;
+}
+
 /// A prefill worker that is told to end hands over what it computes, also within its first step.
 #[tokio::test]
 async fn a_prefill_worker_that_ends_hands_over_what_it_has_begun() {
