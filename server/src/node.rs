@@ -640,7 +640,7 @@ impl<'a> Assembly<'a> {
         let of = (parts.fingerprint, parts.layout.as_str());
         let cache = if has_cache {
             let wrap = self.options.wrap_store.as_ref();
-            cache::parts(self.args, role, &pools, &parts.counts, of, &reports, wrap)?
+            cache::parts(self.args, role, &pools, &parts.counts, of, (&reports, wrap))?
         } else {
             None
         };

@@ -152,8 +152,7 @@ pub(super) fn parts(
     pools: &Pools,
     counts: &PageCounts,
     (fingerprint, layout): (Fingerprint, &str),
-    reports: &Reports,
-    wrap: Option<&WrapStore>,
+    (reports, wrap): (&Reports, Option<&WrapStore>),
 ) -> anyhow::Result<Option<CacheParts>> {
     let geometry = pools.geometry();
     let Some(plan) = host_plan(args, geometry, counts)? else { return Ok(None) };

@@ -174,8 +174,8 @@ impl Passage {
         errand: Option<Box<Errand>>,
     ) -> Response<Body> {
         let errand = errand.filter(|_| is_stream(&response));
-        let client = |errand: &Box<Errand>| (ErrorStyle::of(errand.path.path()), errand.id.clone());
-        let events = errand.as_ref().map(client);
+        let client = |errand: &Errand| (ErrorStyle::of(errand.path.path()), errand.id.clone());
+        let events = errand.as_deref().map(client);
         let errand = errand.filter(|_| response.status().is_success());
         let mut response = response.map(|body| {
             let data = body.into_data_stream();

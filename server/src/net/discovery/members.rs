@@ -280,8 +280,8 @@ mod tests {
         );
         assert_eq!(members.poll_notice(), None, "it is said once");
         // Once the others have left it is the one.
-        members.handle_listing(at(2), &[other.clone()]);
-        members.handle_listing(at(17), &[other.clone()]);
+        members.handle_listing(at(2), std::slice::from_ref(&other));
+        members.handle_listing(at(17), std::slice::from_ref(&other));
         members.handle_listing(at(18), &[other]);
         assert_eq!(changes(&mut members), [left("h:1"), joined("h:2")]);
         // A worker that comes back with another model is another worker.
