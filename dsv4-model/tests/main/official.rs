@@ -247,8 +247,8 @@ fn bf16_continuations_agree() {
 }
 
 #[test]
-fn fp4_keeps_the_answers_of_every_second_dialogue() {
-    dialogues_survive(FP4, "fp4", 2);
+fn fp4_keeps_the_answers_of_every_fourth_dialogue() {
+    dialogues_survive(FP4, "fp4", 4);
 }
 
 #[test]
