@@ -158,7 +158,7 @@ pub struct ServeArgs {
     /// Bootstrap address of a prefill worker, for a decode worker; may be given several times.
     #[arg(long, value_name = "HOST:PORT")]
     pub disaggregation_bootstrap: Vec<String>,
-    /// Where workers find each other and routers find them: etcd://HOST:PORT[,HOST:PORT]/NAMESPACE,
+    /// Where workers find each other and routers find them: etcd://HOST:PORT,HOST:PORT.../NAMESPACE,
     /// or http://HOST:PORT of a router's --registry-port [default: nowhere].
     #[arg(long, value_name = "URL")]
     pub discovery: Option<crate::net::discovery::DiscoveryUrl>,

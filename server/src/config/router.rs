@@ -42,7 +42,7 @@ pub struct RouterArgs {
         required_unless_present_any = ["discovery", "registry_port"]
     )]
     pub workers: Vec<String>,
-    /// etcd in which workers are found: etcd://HOST:PORT[,HOST:PORT]/NAMESPACE.
+    /// etcd in which workers are found: etcd://HOST:PORT,HOST:PORT.../NAMESPACE.
     #[arg(long, value_name = "URL", value_parser = etcd, conflicts_with = "registry_port")]
     pub discovery: Option<DiscoveryUrl>,
     /// Port on which workers register without etcd, which only they may be able to reach; 0 picks a
@@ -80,7 +80,7 @@ pub struct RouterArgs {
     /// Most verbose level that is logged.
     #[arg(long, default_value = "info")]
     pub log_level: tracing_subscriber::filter::LevelFilter,
-    /// File (TOML) with flags, those of the router in its table [router].
+    /// File (TOML) with flags, those of the router in its table named router.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
 }
