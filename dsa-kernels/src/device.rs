@@ -7,6 +7,7 @@
 mod mem;
 
 use crate::error::DeviceError;
+#[cfg(feature = "cuda")]
 pub(crate) use mem::Backing;
 pub use mem::Mem;
 use std::fmt::Debug;

@@ -36,6 +36,7 @@ enum Owner {
     /// We: bytes given to `mmap` (at least one), and the file behind a shared mapping.
     Mapping { mapped: usize, fd: Option<OwnedFd> },
     /// A device; when dropped.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a GPU has such memory"))]
     Device(Box<dyn Backing>),
 }
 
