@@ -15,11 +15,7 @@ const PROGRAM: &str = "usr/bin/etcd";
 /// The program: `DSV4_ETCD` if set, otherwise that of the package, which is fetched if it is not
 /// there.
 pub(crate) fn ensure() -> Result<PathBuf> {
-    if let Some(path) = std::env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
-        let path = PathBuf::from(path);
-        if !path.exists() {
-            bail!("{VARIABLE} is {}, which does not exist", path.display());
-        }
+    if let Some(path) = sh::named_by(VARIABLE)? {
         return Ok(path);
     }
     let folder = sh::root().join("target/etcd");

@@ -13,11 +13,7 @@ const PACKAGE: &str = "moto[server]==5.2.5";
 /// The server: `DSV4_MOTO_SERVER` if set, otherwise that of the environment, which is made if it is
 /// not there or out of date.
 pub(crate) fn ensure() -> Result<PathBuf> {
-    if let Some(path) = std::env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
-        let path = PathBuf::from(path);
-        if !path.exists() {
-            bail!("{VARIABLE} is {}, which does not exist", path.display());
-        }
+    if let Some(path) = sh::named_by(VARIABLE)? {
         return Ok(path);
     }
     let server = python::environment("moto", PACKAGE)?.join("bin/moto_server");

@@ -126,6 +126,18 @@ pub(crate) fn is_ci() -> bool {
     std::env::var_os("CI").is_some_and(|value| value == "true" || value == "1")
 }
 
+/// The file that a variable names, if it is set: what somebody has already is not fetched again.
+pub(crate) fn named_by(variable: &str) -> Result<Option<PathBuf>> {
+    let Some(path) = std::env::var_os(variable).filter(|path| !path.is_empty()) else {
+        return Ok(None);
+    };
+    let path = PathBuf::from(path);
+    if !path.exists() {
+        bail!("{variable} is {}, which does not exist", path.display());
+    }
+    Ok(Some(path))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -15,11 +15,7 @@ const LIBRARY: &str = "libucx/lib/libucp.so.0";
 /// The library: `DSV4_UCX_LIB` if set, otherwise that of the wheel, which is fetched if it is not
 /// there or out of date.
 pub(crate) fn ensure() -> Result<PathBuf> {
-    if let Some(path) = std::env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
-        let path = PathBuf::from(path);
-        if !path.exists() {
-            bail!("{VARIABLE} is {}, which does not exist", path.display());
-        }
+    if let Some(path) = sh::named_by(VARIABLE)? {
         return Ok(path);
     }
     let library = python::install(&python::ensure()?, "ucx", &[WHEEL])?.join(LIBRARY);
