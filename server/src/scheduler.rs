@@ -10,8 +10,8 @@
 //! as the output comes to need them ([`Scheduler::reserve`]): most outputs end long before they may,
 //! and a request that names no length may have the whole context. Where there is no page left, a
 //! sequence is retracted, the least important one and of those the last one that came; it waits
-//! before all others of its priority. The first one that came is never retracted for another, so
-//! that each ends in some time.
+//! before all others of its priority. The first one that came gives way only to those whose pages
+//! are on their way, which are not retracted, so that each ends in some time.
 
 mod queue;
 
