@@ -2,11 +2,13 @@
 
 pub mod layers;
 mod router;
+mod trace;
 
 use crate::http::access::{Access, AccessError};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kv_pool::{Fingerprint, IndexKeyType, Numerics};
 pub use router::RouterArgs;
+pub use trace::TraceArgs;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -252,6 +254,9 @@ pub struct ServeArgs {
     /// Who may ask.
     #[command(flatten)]
     pub access: AccessArgs,
+    /// What is recorded of traces.
+    #[command(flatten)]
+    pub trace: TraceArgs,
     /// Think unless a request says otherwise.
     #[arg(long)]
     pub default_thinking: bool,

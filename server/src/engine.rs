@@ -3,6 +3,8 @@
 //! One implementation runs a real worker ([`crate::node`]); tests use a scripted one.
 
 use crate::grammar::{Constraint, Grammars};
+use crate::journey::JourneyView;
+use crate::trace::Span;
 use dsv4_model::sample::{Sampled, SamplingParams};
 use std::fmt;
 use std::pin::Pin;
@@ -32,6 +34,18 @@ pub struct GenerateRequest {
     pub cache_keep: CacheKeep,
     /// Its place among others that wait.
     pub turn: Turn,
+    /// Under which names others know it.
+    pub provenance: Provenance,
+}
+
+/// Under which names others know a request.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Provenance {
+    /// Its name in the logs of client and router and in the answer's header; the request's own id is
+    /// used if this is empty.
+    pub request_id: String,
+    /// Its span, if it belongs to a trace.
+    pub span: Option<Span>,
 }
 
 /// Place of a request among others that wait.
@@ -305,6 +319,8 @@ pub struct WorkerView {
     pub tiers: Vec<TierView>,
     /// Peers: address, state, transport.
     pub peers: Vec<(String, String, String)>,
+    /// Requests: those under way first, then the last ones that ended.
+    pub requests: Vec<JourneyView>,
 }
 
 /// A moving picture of the process.

@@ -49,7 +49,8 @@ mod sse;
 mod stop;
 mod tokens;
 
-use crate::engine::Engine;
+use crate::engine::{Engine, Provenance};
+use crate::trace::{Sampling, Span, TraceParent, new_span_id};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
@@ -74,6 +75,8 @@ pub const PAGE: &str = include_str!("page/index.html");
 pub(crate) const HTML: &str = "text/html; charset=utf-8";
 /// Header that names a request in logs of client, router and worker.
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// Header that says which trace a request belongs to.
+pub(crate) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 /// Longest request id that is taken over from a client.
 const MAX_REQUEST_ID: usize = 128;
 
@@ -100,6 +103,8 @@ pub struct HttpConfig {
     pub retry_after_s: u32,
     /// Longest silence in a stream before a comment is sent.
     pub keep_alive: Duration,
+    /// How many traces begin here, if spans are recorded.
+    pub traces: Option<Sampling>,
 }
 
 impl Default for HttpConfig {
@@ -114,6 +119,7 @@ impl Default for HttpConfig {
             body_timeout: Duration::from_secs(30),
             retry_after_s: 1,
             keep_alive: Duration::from_secs(15),
+            traces: None,
         }
     }
 }
@@ -241,13 +247,16 @@ pub(crate) async fn wrong_method(method: Method, uri: Uri) -> ApiError {
     ApiError::wrong_method(method.as_str(), uri.path())
 }
 
-/// The id under which a request appears in logs.
+/// The id under which a request appears in logs, and its span in a trace.
 #[derive(Clone, Debug)]
-pub(crate) struct RequestId(HeaderValue);
+pub(crate) struct RequestId {
+    value: HeaderValue,
+    span: Option<Span>,
+}
 
 impl RequestId {
     pub(crate) fn as_str(&self) -> &str {
-        self.0.to_str().unwrap_or_default()
+        self.value.to_str().unwrap_or_default()
     }
 
     /// The client's id if it sent a usable one, a new one otherwise.
@@ -256,17 +265,52 @@ impl RequestId {
             (1..=MAX_REQUEST_ID).contains(&value.len())
                 && value.as_bytes().iter().all(u8::is_ascii_graphic)
         };
-        match request.headers().get(REQUEST_ID).filter(usable) {
-            Some(value) => Ok(Self(value.clone())),
-            None => {
-                let value = HeaderValue::try_from(format!("req-{}", random_id()?));
-                Ok(Self(value.map_err(|error| ApiError::internal(error.to_string()))?))
+        let value = match request.headers().get(REQUEST_ID).filter(usable) {
+            Some(value) => value.clone(),
+            None => HeaderValue::try_from(format!("req-{}", random_id()?))
+                .map_err(|error| ApiError::internal(error.to_string()))?,
+        };
+        Ok(Self { value, span: None })
+    }
+
+    /// The same with its place in a trace: below what the client sends, or at the beginning of a new
+    /// trace if `sampling` says that this process records some.
+    pub(crate) fn traced(
+        self,
+        request: &Request,
+        sampling: Option<Sampling>,
+    ) -> Result<Self, ApiError> {
+        let sent = request.headers().get(TRACEPARENT);
+        let parent = sent.and_then(|value| value.to_str().ok()?.parse::<TraceParent>().ok());
+        let span = match (parent, sampling) {
+            (Some(parent), None) => Some(Span::passed_on(parent)),
+            (Some(parent), Some(_)) => new_span_id().map(|id| Span::below(parent, id)),
+            (None, None) => None,
+            (None, Some(sampling)) => {
+                let mut trace_id = [0; 16];
+                trace_id[..8].copy_from_slice(&sampling::random()?.to_le_bytes());
+                trace_id[8..].copy_from_slice(&sampling::random()?.to_le_bytes());
+                let is_sampled = sampling.takes(trace_id);
+                let context = |span_id| TraceParent { trace_id, span_id, is_sampled };
+                let begin = |id| Span { context: context(id), parent: None };
+                new_span_id().map(begin).filter(|_| trace_id != [0; 16])
             }
-        }
+        };
+        Ok(Self { span, ..self })
+    }
+
+    /// What the engine is told.
+    pub(crate) fn provenance(&self) -> Provenance {
+        Provenance { request_id: self.as_str().to_owned(), span: self.span }
+    }
+
+    /// Its span, if it belongs to a trace.
+    pub(crate) fn span(&self) -> Option<Span> {
+        self.span
     }
 
     pub(crate) fn header(&self) -> HeaderValue {
-        self.0.clone()
+        self.value.clone()
     }
 }
 
@@ -276,7 +320,8 @@ async fn observe(
     mut request: Request<Body>,
     next: Next,
 ) -> Response {
-    let id = match RequestId::of(&request) {
+    let id = RequestId::of(&request).and_then(|id| id.traced(&request, state.config.traces));
+    let id = match id {
         Ok(id) => id,
         Err(error) => return error.into_response(),
     };

@@ -9,7 +9,7 @@ use dsv4_server::engine::{Engine, Health};
 use dsv4_server::http::{self, HEADER_TIMEOUT, HttpConfig};
 use dsv4_server::node::found::{self, Announced};
 use dsv4_server::node::{Node, NodeEngine, Published};
-use dsv4_server::router::ReverseProxy;
+use dsv4_server::router::{ReverseProxy, RouterConfig};
 use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -153,6 +153,7 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
     // What is wrong with the flags is said before a port is taken or weights are read.
     Node::check(args)?;
     let access = args.access.access()?;
+    let traces = args.trace.traces(args.disaggregation_mode.name())?;
     let runtime = runtime()?;
     survive_file_limit(&runtime)?;
     let listener = runtime.block_on(listen(&args.host, args.port))?;
@@ -160,10 +161,14 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
     let mut node = Node::start(args)?;
     let engine: Arc<dyn Engine> = node.engine();
     let info = engine.info().clone();
+    if let Some(traces) = &traces {
+        node.engine().record(&traces.sender);
+    }
     let config = HttpConfig {
         served_model_name: info.model_id.clone(),
         default_thinking: args.default_thinking,
         recipe_sampling: args.recipe_sampling,
+        traces: traces.as_ref().map(|traces| traces.sampling),
         ..HttpConfig::default()
     };
     let app = http::access::protect(http::router(engine, node.tokenizer(), config), access);
@@ -206,6 +211,9 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
         tracing::debug!(told = runtime.block_on(told), "discovery: this worker has left");
     }
     node.shutdown();
+    if let Some(traces) = traces {
+        traces.sender.close();
+    }
     tracing::info!("stopped");
     Ok(())
 }
@@ -295,7 +303,9 @@ fn run_router(args: &RouterArgs, settings: &[Setting], unknown: &[String]) -> an
     let access = args.access.access()?;
     let runtime = runtime()?;
     runtime.block_on(async {
-        let router = ReverseProxy::new(args.router_config())?;
+        let traces = args.trace.traces("router")?;
+        let config = RouterConfig { traces: traces.clone(), ..args.router_config() };
+        let router = ReverseProxy::new(config)?;
         let listener = listen(&args.host, args.port).await?;
         let address = listener.local_addr().context("read the port that was given")?;
         let registry = match args.registry_port {
@@ -318,6 +328,10 @@ fn run_router(args: &RouterArgs, settings: &[Setting], unknown: &[String]) -> an
         let app = http::access::protect(router.app(), access);
         drop(router);
         serve(listener, app, stop, ROUTER_DRAIN).await;
+        if let Some(traces) = traces {
+            // It waits for a thread.
+            tokio::task::spawn_blocking(move || traces.sender.close()).await?;
+        }
         Ok(())
     })
 }

@@ -6,5 +6,6 @@ mod config;
 pub mod discovery;
 pub mod kv_events;
 pub mod object_store;
+pub mod otlp;
 
 pub use config::{BadObjectUrl, ObjectUrl};

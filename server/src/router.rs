@@ -9,6 +9,7 @@ pub mod choice;
 mod errand;
 mod proxy;
 mod registry;
+mod trip;
 mod view;
 mod workers;
 
@@ -17,6 +18,7 @@ use crate::http::{HTML, PAGE, RequestId, known_path, no_path, wrong_method};
 use crate::net::discovery::{
     self, Change, DiscoveryUrl, Leases, Listening, Member, Members, Notice, Pace,
 };
+use crate::net::otlp::Traces;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
@@ -56,6 +58,8 @@ pub struct RouterConfig {
     pub body_timeout: Duration,
     /// `Retry-After` of refused requests, seconds.
     pub retry_after_s: u32,
+    /// What is recorded of traces.
+    pub traces: Option<Traces>,
 }
 
 impl Default for RouterConfig {
@@ -71,6 +75,7 @@ impl Default for RouterConfig {
             max_body_bytes: 32 << 20,
             body_timeout: Duration::from_secs(30),
             retry_after_s: 1,
+            traces: None,
         }
     }
 }
@@ -257,7 +262,9 @@ async fn observe(
     mut request: Request<Body>,
     next: Next,
 ) -> Response {
-    let id = match RequestId::of(&request) {
+    let sampling = state.config.traces.as_ref().map(|traces| traces.sampling);
+    let id = RequestId::of(&request).and_then(|id| id.traced(&request, sampling));
+    let id = match id {
         Ok(id) => id,
         Err(error) => return error.into_response(),
     };

@@ -15,11 +15,12 @@ mod step;
 pub mod waiting;
 
 use crate::clock::Clock;
-use crate::engine::{Event, FailureKind, Flushed, GenerateRequest};
+use crate::engine::{Event, FailureKind, Flushed, GenerateRequest, Provenance};
 use crate::glue::handoff::PageVerifier;
 use crate::glue::mover::Report;
 use crate::glue::pools::{POOLS, Pools};
 use crate::grammar::{GrammarError, Grammars, Live};
+use crate::journey::{Journey, Journeys, Outcome};
 use crate::net::kv_events::EventNumbers;
 use crate::scheduler::{Limits, PageNeed, Scheduler, SeqId};
 use cache::{Cache, CacheNumbers, CacheParts};
@@ -216,6 +217,8 @@ pub struct Shared {
     pub had_peer: AtomicBool,
     /// The thread has ended.
     pub stopped: AtomicBool,
+    /// The way of each request.
+    pub journeys: Journeys,
     refusal: Mutex<Option<String>>,
     /// How it went when peers were tried last, by address.
     unreached: Mutex<BTreeMap<String, Reach>>,
@@ -441,8 +444,9 @@ impl Worker {
                 self.publish();
             }
         }
-        for seq in std::mem::take(&mut self.sequences).into_values() {
+        for (id, seq) in std::mem::take(&mut self.sequences) {
             seq.fail(FailureKind::Unavailable, "the worker was stopped");
+            self.shared.journeys.end(id);
         }
         self.close_cache();
         self.shared.stopped.store(true, Ordering::Release);
@@ -495,8 +499,25 @@ impl Worker {
         events: UnboundedSender<Event>,
     ) {
         let need = need(&self.config, request.prompt.len(), request.max_tokens);
-        self.sequences.insert(id, Sequence::of_client(id, request, live, events));
+        let journey = self.set_out(id, &request.id, &request.provenance, request.prompt.len());
+        self.sequences.insert(id, Sequence::of_client(id, request, live, events, journey));
         self.enqueue(id, need);
+    }
+
+    /// Begins the journey of a request.
+    fn set_out(
+        &self,
+        id: SeqId,
+        name: &str,
+        provenance: &Provenance,
+        prompt: usize,
+    ) -> Arc<Journey> {
+        let known = Some(&provenance.request_id).filter(|name| !name.is_empty());
+        let name = known.map_or(name, String::as_str).to_owned();
+        // Prompts are no longer than a context.
+        let prompt = u32::try_from(prompt).unwrap_or(u32::MAX);
+        let journey = Journey::begin(name, self.config.role.name(), provenance.span, prompt);
+        self.shared.journeys.begin(id, journey)
     }
 
     /// Starts waiting sequences while there is room.
@@ -541,13 +562,14 @@ impl Worker {
         };
         seq.table = Some(kv_pool::PageTable::new(carry));
         (seq.computed, seq.cached) = (0, 0);
-        seq.state = State::Prefilling;
+        seq.enter(State::Prefilling);
         let end = seq.tokens.len() as u32;
         if let Err(error) = self.reuse(id) {
             panic!("share a prefix with sequence {id}: {error}");
         }
         let Some(seq) = self.sequences.get_mut(&id) else { return };
         seq.leg_end = self.prefixes.stop(seq.computed, end);
+        seq.tell_reach();
         self.scheduler.start_prefill(id, seq.leg_end - seq.computed);
         self.offer_blocks(id);
     }
@@ -572,7 +594,7 @@ impl Worker {
             }
             State::Pulling { attempt } => {
                 // The pages may still be written by our own reads: they are freed at `Quiet`.
-                seq.state = State::Unwinding { recompute: false };
+                seq.enter(State::Unwinding { recompute: false });
                 self.scheduler.park(id);
                 self.command(attempt, |driver| driver.cancel(attempt));
             }
@@ -583,7 +605,7 @@ impl Worker {
                 self.drop_sequence(id);
             }
             State::Loading { fetch } => self.cancel_loading(fetch),
-            State::Unwinding { .. } => seq.state = State::Unwinding { recompute: false },
+            State::Unwinding { .. } => seq.enter(State::Unwinding { recompute: false }),
             State::Prefilling | State::Decoding => self.drop_sequence(id),
         }
     }
@@ -611,12 +633,14 @@ impl Worker {
                 if self.lent.contains_key(&attempt) {
                     // Pages that the peer may still read keep their promise until `release`.
                     self.scheduler.park(id);
-                } else {
-                    self.scheduler.remove(id);
+                    seq.journey.conclude(Outcome::Cancelled, None);
+                    return;
                 }
             }
-            Origin::Client { .. } => self.scheduler.remove(id),
+            Origin::Client { .. } => {}
         }
+        self.scheduler.remove(id);
+        self.shared.journeys.end(id);
     }
 
     fn free_pages(&mut self, seq: &Sequence) {
@@ -633,6 +657,7 @@ impl Worker {
         self.numbers.ended[2] += 1;
         tracing::warn!(sequence = id, ?kind, message, "request failed");
         if let Some(seq) = self.sequences.get(&id) {
+            seq.journey.conclude(Outcome::Failed, Some(message));
             match &seq.origin {
                 Origin::Client { .. } => {
                     if let Some(peer) = &seq.asked {

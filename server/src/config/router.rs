@@ -1,6 +1,6 @@
 //! Flags of `server router`.
 
-use super::AccessArgs;
+use super::{AccessArgs, TraceArgs};
 use crate::net::discovery::DiscoveryUrl;
 use crate::router::RouterConfig;
 use crate::router::choice::{ChoiceConfig, Policy};
@@ -77,6 +77,9 @@ pub struct RouterArgs {
     /// Who may ask.
     #[command(flatten)]
     pub access: AccessArgs,
+    /// What is recorded of traces.
+    #[command(flatten)]
+    pub trace: TraceArgs,
     /// Most verbose level that is logged.
     #[arg(long, default_value = "info")]
     pub log_level: tracing_subscriber::filter::LevelFilter,

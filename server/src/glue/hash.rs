@@ -204,9 +204,9 @@ mod avx2 {
                 // SAFETY: `part` bytes are left of the source; the piece is this value's own.
                 unsafe { from.copy_to_nonoverlapping(piece.as_mut_ptr(), part) };
                 if store != Store::Nothing {
-                    // SAFETY: `part` bytes are left of the target. What is stored is what was taken
-                    // in, also if the source has changed since.
-                    unsafe { to.copy_from_nonoverlapping(piece.as_ptr(), part) };
+                    // SAFETY: `part` bytes are left of the target, and the caller vouches for AVX2.
+                    // What is stored is what was taken in, also if the source has changed since.
+                    unsafe { store_piece(piece, to, store) };
                 }
                 self.filled += part;
                 at += part;
@@ -255,6 +255,28 @@ mod avx2 {
                 stripes::<0>(self.open.as_ptr(), std::ptr::null_mut(), self.open.as_ptr(), end)
             };
             Some(sums.finish(Some((&lanes, filled))).0)
+        }
+    }
+
+    /// Stores a piece of a chunk; around the caches, if that is how its page is stored: an ordinary
+    /// store would fetch lines that are overwritten as a whole.
+    ///
+    /// # Safety
+    /// As many bytes can be written at `to`; the processor has AVX2.
+    #[target_feature(enable = "avx2")]
+    #[expect(clippy::cast_ptr_alignment, reason = "checked here")]
+    unsafe fn store_piece(piece: &[u8], to: *mut u8, store: Store) {
+        let is_aligned = to.addr().is_multiple_of(32) && piece.len().is_multiple_of(32);
+        if store != Store::AroundCaches || !is_aligned {
+            // SAFETY: the caller vouches for the target, which is no part of the piece.
+            return unsafe { to.copy_from_nonoverlapping(piece.as_ptr(), piece.len()) };
+        }
+        for at in (0..piece.len()).step_by(32) {
+            // SAFETY: 32 bytes are left of both; the target is aligned, the load need not be.
+            unsafe {
+                let bytes = _mm256_loadu_si256(piece.as_ptr().add(at).cast::<__m256i>());
+                _mm256_stream_si256(to.add(at).cast::<__m256i>(), bytes);
+            }
         }
     }
 

@@ -252,7 +252,10 @@ impl ObjectMemory {
         let pieces = self.pieces(pages, blocks);
         same_pages(&header, &pieces)?;
         let mut hash = page_hash();
+        // Sections are small: without a hint each would begin with a wait for memory.
+        let mut starts = header.places().skip(1).map(|(_, place)| source[place].as_ptr());
         for ((section, place), piece) in header.places().zip(&pieces) {
+            hash.expect_next(starts.next().unwrap_or(std::ptr::null()));
             let digest = copy_in(&mut *hash, &source[place], piece.mem, piece.offset)?;
             check_tag(&header, section, &digest)?;
         }

@@ -4,14 +4,17 @@
 
 use crate::engine::{CacheKeep, Turn};
 use crate::grammar::{MAX_GRAMMAR_BYTES, Source};
+use crate::trace::TraceParent;
 use dsv4_model::sample::{Sampled, SamplingParams};
 use std::sync::Arc;
 use wincode::{SchemaRead, SchemaWrite};
 
 /// Version of both payloads.
-const VERSION: u16 = 6;
+const VERSION: u16 = 7;
 /// Most bytes of a salt.
 const MAX_SALT: usize = 256;
+/// Most bytes of a request's name.
+const MAX_NAME: usize = 256;
 /// Most tokens of a prompt on the wire; the peer's context length is checked beside it.
 const MAX_TOKENS: usize = 2 << 20;
 
@@ -48,6 +51,9 @@ pub enum PayloadError {
 struct RequestWire {
     version: u16,
     id: String,
+    request_id: String,
+    /// Trace, span and whether they are recorded.
+    trace: Option<([u8; 16], [u8; 8], bool)>,
     prompt: Vec<u32>,
     temperature: f32,
     top_p: f32,
@@ -74,8 +80,12 @@ struct RequestWire {
 /// A prompt to compute for a decode worker.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PrefillRequest {
-    /// Request id for the logs.
+    /// Id of the answer, for the logs.
     pub id: String,
+    /// The name by which client and router know the request.
+    pub request_id: String,
+    /// The span that it is asked for in, if it belongs to a trace.
+    pub trace: Option<TraceParent>,
     /// Prompt, and what there is of the output.
     pub prompt: Vec<u32>,
     /// How many of these tokens, the last ones, are output; not all.
@@ -102,6 +112,8 @@ impl PrefillRequest {
         let wire = RequestWire {
             version: VERSION,
             id: self.id.clone(),
+            request_id: self.request_id.clone(),
+            trace: self.trace.map(|t| (t.trace_id, t.span_id, t.is_sampled)),
             prompt: self.prompt.clone(),
             temperature: s.temperature,
             top_p: s.top_p,
@@ -136,6 +148,10 @@ impl PrefillRequest {
         if wire.version != VERSION {
             return Err(PayloadError::Version { what, found: wire.version });
         }
+        if wire.id.len().max(wire.request_id.len()) > MAX_NAME {
+            return Err(PayloadError::Range { what, field: "name length" });
+        }
+        let trace = wire.trace.map(trace_of).transpose()?;
         if wire.prompt.is_empty() || wire.prompt.len() > MAX_TOKENS {
             return Err(PayloadError::Range { what, field: "prompt length" });
         }
@@ -176,9 +192,30 @@ impl PrefillRequest {
         let cache_salt = wire.cache_salt;
         let turn = Turn { priority: wire.priority, key: wire.key };
         let (not_first, source) = (wire.not_first, source.map(Arc::new));
-        let (id, prompt, output) = (wire.id, wire.prompt, wire.output);
-        Ok(Self { id, prompt, output, sampling, cache_salt, cache_keep, turn, not_first, source })
+        Ok(Self {
+            id: wire.id,
+            request_id: wire.request_id,
+            trace,
+            prompt: wire.prompt,
+            output: wire.output,
+            sampling,
+            cache_salt,
+            cache_keep,
+            turn,
+            not_first,
+            source,
+        })
     }
+}
+
+/// A span of a peer. Ids are never zero.
+fn trace_of(
+    (trace_id, span_id, is_sampled): ([u8; 16], [u8; 8], bool),
+) -> Result<TraceParent, PayloadError> {
+    if trace_id == [0; 16] || span_id == [0; 8] {
+        return Err(PayloadError::Range { what: "request", field: "trace" });
+    }
+    Ok(TraceParent { trace_id, span_id, is_sampled })
 }
 
 #[derive(SchemaWrite, SchemaRead)]

@@ -3,6 +3,7 @@
 use super::error::ApiError;
 use super::fields::Fields;
 use crate::engine::{GenerateRequest, Usage};
+use crate::trace::new_span_id;
 use std::future::poll_fn;
 use std::task::{Context, Poll};
 
@@ -29,6 +30,8 @@ pub(super) fn request(first: &GenerateRequest, choice: u32) -> GenerateRequest {
     if choice > 0 {
         request.id = format!("{}-{choice}", first.id);
         request.sampling.seed = first.sampling.seed.wrapping_add(choice.into());
+        let span = first.provenance.span;
+        request.provenance.span = span.and_then(|span| Some(span.beside(new_span_id()?)));
     }
     request
 }

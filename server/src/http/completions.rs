@@ -10,7 +10,7 @@ use super::parse::{Failure, finite};
 use super::pieces::{Piece, PieceStream, token_text};
 use super::stop::StopMatcher;
 use super::{AppState, RequestId, cache_control, chat_request, sampling, shape, sse};
-use crate::engine::{Event, FinishReason, GenerateRequest, Generation, Usage};
+use crate::engine::{Event, FinishReason, GenerateRequest, Generation, Provenance, Usage};
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Extension, State};
@@ -88,6 +88,7 @@ impl CompletionRequest {
             cache_salt,
             cache_keep,
             turn,
+            provenance: Provenance::default(),
         };
         let stops = stops.texts;
         Ok(Self {
@@ -232,6 +233,7 @@ pub(super) async fn begin(
     start: Instant,
 ) -> Result<(Vec<CompletionOutput>, RequestTimer), ApiError> {
     let CompletionRequest { mut generate, stops, includes_stop, echo, .. } = prepared;
+    generate.provenance = request_id.provenance();
     if let Some(wanted) = prepared.wanted {
         generate.constraint = Some(generate::compiled(state, wanted).await?);
     }

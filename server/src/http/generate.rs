@@ -62,6 +62,7 @@ where
 {
     let Prepared { mut generate, recipe, model, max_calls, includes_stop, wanted, choices } =
         prepared;
+    generate.provenance = request_id.provenance();
     let setup = |generate: &GenerateRequest, id: &str| ParseSetup {
         tokenizer: Arc::clone(&state.tokenizer),
         generator: R::chunk_generator(&recipe, id.to_owned(), model.clone()),

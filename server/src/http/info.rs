@@ -3,6 +3,7 @@
 use super::error::ApiError;
 use super::{AppState, HTML, PAGE};
 use crate::engine::{EngineInfo, Health, Metric, WorkerView};
+use crate::journey::{JourneyView, Outcome};
 use axum::Json;
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
@@ -10,6 +11,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// `GET /`.
 pub(super) async fn page() -> impl IntoResponse {
@@ -159,6 +161,34 @@ fn worker_json(worker: &WorkerView) -> Value {
         "pools": pools.collect::<Vec<_>>(),
         "tiers": tiers.collect::<Vec<_>>(),
         "peers": peers.collect::<Vec<_>>(),
+        "requests": worker.requests.iter().map(journey_json).collect::<Vec<_>>(),
+    })
+}
+
+fn journey_json(journey: &JourneyView) -> Value {
+    let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    let at_ms = |time: SystemTime| ms(time.duration_since(UNIX_EPOCH).unwrap_or_default());
+    let stages = journey.stages.iter().map(|stage| {
+        json!({
+            "name": stage.stage.name(),
+            "at_ms": at_ms(stage.began_at),
+            "ms": ms(stage.lasted),
+        })
+    });
+    let under_way = journey.stages.last().filter(|_| !journey.has_ended);
+    let peer = journey.peer.as_ref();
+    json!({
+        "id": journey.request_id,
+        "role": journey.role,
+        "stage": under_way.map_or("ended", |stage| stage.stage.name()),
+        "prompt_tokens": journey.prompt_tokens,
+        "cached_tokens": journey.cached_tokens,
+        "computed_tokens": journey.computed_tokens,
+        "output_tokens": journey.output_tokens,
+        "peer": peer.map(|(address, transport)| json!({"address": address, "transport": transport})),
+        "stages": stages.collect::<Vec<_>>(),
+        "outcome": journey.outcome.map(Outcome::name),
+        "reason": journey.reason,
     })
 }
 

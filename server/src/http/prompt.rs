@@ -6,7 +6,7 @@ use super::fields::Fields;
 use super::format::{self, Asked, Strict, Wanted};
 use super::sampling::{self, Stops};
 use super::{AppState, cache_control, shape};
-use crate::engine::{CacheKeep, GenerateRequest, Turn};
+use crate::engine::{CacheKeep, GenerateRequest, Provenance, Turn};
 use deepseek_recipe::request::{
     ConversationRequest, ConversionError, ConversionOptions, ModelVersion,
 };
@@ -203,6 +203,7 @@ impl Prepared {
             cache_salt: wishes.cache_salt,
             cache_keep: wishes.cache_keep,
             turn: wishes.turn,
+            provenance: Provenance::default(),
         };
         let (includes_stop, choices) = (wishes.includes_stop, wishes.choices);
         Ok(Self { generate, recipe, model, max_calls, includes_stop, wanted, choices })

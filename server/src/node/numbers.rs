@@ -1,15 +1,27 @@
 //! The numbers of a worker for `/metrics` and the page.
 
-use super::WorkerHandle;
+use super::{NodeEngine, WorkerHandle};
 use crate::engine::MetricKind::{Counter, Gauge};
 use crate::engine::{Metric, MetricKind, PoolView, TierView, WorkerView};
 use crate::glue::pools::POOLS;
 use crate::net::kv_events::EventNumbers;
+use crate::net::otlp::SpanSender;
 use crate::worker::cache::CacheNumbers;
 use crate::worker::{PoolNumbers, Snapshot};
 use hicache::Part;
 use hicache::tiers::{Tier, TierCounters, TierUse};
 use kv_pool::{BLOCK_TOKENS, PoolKind};
+use std::sync::Arc;
+
+impl NodeEngine {
+    /// Sends the journeys that end from now on to a collector.
+    pub fn record(&self, sender: &Arc<SpanSender>) {
+        for worker in &self.workers {
+            let sender = Arc::clone(sender);
+            worker.shared.journeys.listen(Box::new(move |view| sender.send_journey(view)));
+        }
+    }
+}
 
 /// A worker as the page shows it.
 pub(super) fn view_of(worker: &WorkerHandle, snapshot: &Snapshot) -> WorkerView {
@@ -31,6 +43,7 @@ pub(super) fn view_of(worker: &WorkerHandle, snapshot: &Snapshot) -> WorkerView 
         pools: POOLS.into_iter().zip(snapshot.pools).map(pool).collect(),
         tiers: snapshot.cache.iter().flat_map(tiers_of).collect(),
         peers: snapshot.peers.iter().map(peer).collect(),
+        requests: worker.shared.journeys.views(),
     }
 }
 

@@ -3,6 +3,7 @@
 
 use super::choice::{Policy, Prompt, Tenant};
 use super::proxy::{chain, strip};
+use super::trip::Trip;
 use super::workers::{UnderWay, Worker};
 use super::{RouterState, none_ready};
 use crate::http::RequestId;
@@ -10,7 +11,7 @@ use crate::http::error::{ApiError, ErrorStyle, is_busy};
 use axum::body::Body;
 use axum::http::request::Parts;
 use axum::http::uri::PathAndQuery;
-use axum::http::{HeaderMap, HeaderName, Method, Request, Response, header};
+use axum::http::{HeaderMap, HeaderName, Method, Request, Response, StatusCode, header};
 use bytes::Bytes;
 use futures_util::stream::{self, StreamExt as _};
 use http_body_util::{BodyDataStream, BodyExt as _, Full};
@@ -89,6 +90,9 @@ impl Errand {
         headers.remove(header::HOST);
         headers.remove(header::CONTENT_LENGTH);
         headers.insert(crate::http::REQUEST_ID, id.header());
+        if let Some(parent) = id.span().and_then(|span| span.context.to_string().parse().ok()) {
+            headers.insert(crate::http::TRACEPARENT, parent);
+        }
         let method = parts.method;
         let tried = Vec::new();
         Box::new(Self { state, id, method, path, headers, body, prompt, tried })
@@ -99,14 +103,26 @@ impl Errand {
         mut self: Box<Self>,
         slot: OwnedSemaphorePermit,
     ) -> Result<Response<Body>, ApiError> {
-        match self.deliver().await {
+        let mut trip = Trip::begin(&self.state, &self.id, self.path.path());
+        let outcome = self.deliver().await;
+        let mut answered = |status: StatusCode| {
+            if let Some(trip) = &mut trip {
+                trip.answered(&self.tried, status.as_u16());
+            }
+        };
+        match outcome {
             Outcome::Answer(response, under_way) => {
-                Ok(Passage::over(response, under_way, Some(slot), Some(self)))
+                answered(response.status());
+                Ok(Passage::over(response, under_way, trip, Some(slot), Some(self)))
             }
             Outcome::Busy(response, under_way) => {
-                Ok(Passage::over(response, under_way, None, None))
+                answered(response.status());
+                Ok(Passage::over(response, under_way, trip, None, None))
             }
-            Outcome::Nobody => Err(none_ready(&self.state)),
+            Outcome::Nobody => {
+                answered(StatusCode::SERVICE_UNAVAILABLE);
+                Err(none_ready(&self.state))
+            }
         }
     }
 
@@ -151,6 +167,7 @@ fn is_stream(response: &Response<Incoming>) -> bool {
 struct Passage {
     data: BodyDataStream<Incoming>,
     under_way: UnderWay,
+    trip: Option<Trip>,
     /// Held for as long as the answer passes.
     slot: Option<OwnedSemaphorePermit>,
     /// How the client of a stream of events reads errors.
@@ -170,6 +187,7 @@ impl Passage {
     fn over(
         response: Response<Incoming>,
         under_way: UnderWay,
+        trip: Option<Trip>,
         slot: Option<OwnedSemaphorePermit>,
         errand: Option<Box<Errand>>,
     ) -> Response<Body> {
@@ -179,7 +197,8 @@ impl Passage {
         let errand = errand.filter(|_| response.status().is_success());
         let mut response = response.map(|body| {
             let data = body.into_data_stream();
-            let passage = Self { data, under_way, slot, events, errand, has_begun: false };
+            let passage =
+                Self { data, under_way, trip, slot, events, errand, has_begun: false };
             let pieces = stream::unfold(Some(passage), |passage| async { passage?.next().await });
             Body::from_stream(pieces)
         });
@@ -209,6 +228,9 @@ impl Passage {
             if self.begin_elsewhere(&reason).await {
                 continue;
             }
+            if let Some(trip) = &mut self.trip {
+                trip.broke_off(&reason);
+            }
             let Some((style, id)) = self.events else {
                 return Some((Err(std::io::Error::other(reason)), None));
             };
@@ -235,6 +257,9 @@ impl Passage {
             worker = under_way.worker.address(),
             "another worker begins the answer anew"
         );
+        if let Some(trip) = &mut self.trip {
+            trip.answered(&errand.tried, response.status().as_u16());
+        }
         self.data = response.into_body().into_data_stream();
         self.under_way = under_way;
         self.errand = Some(errand);

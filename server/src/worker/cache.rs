@@ -523,7 +523,7 @@ impl Worker {
             return false;
         }
         cache.tiers.touch(&seq.chain[..depth]);
-        seq.state = State::Loading { fetch };
+        seq.enter(State::Loading { fetch });
         cache.loading.insert(fetch, loading);
         self.act_cache();
         true

@@ -59,7 +59,7 @@ impl Worker {
         if keys.is_empty() {
             return false;
         }
-        seq.state = State::Probing;
+        seq.enter(State::Probing);
         let patience = u64::try_from(PATIENCE.as_micros()).unwrap_or(u64::MAX);
         let until = cache.now_us().saturating_add(patience);
         cache.probing.0.insert(id, (until, keys));

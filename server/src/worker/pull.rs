@@ -204,8 +204,9 @@ impl Worker {
         seq.peer = Some(key);
         seq.tried.push(address.clone());
         let transport = link.transports.get(driver).copied().unwrap_or_default();
+        seq.journey.meet(&address, transport);
         seq.asked = Some(PeerName { address, transport });
-        seq.state = State::Pulling { attempt };
+        seq.enter(State::Pulling { attempt });
         self.attempts.insert(attempt, id);
         self.routes.insert(attempt, driver);
         self.command(attempt, |driver| driver.start(start));
@@ -307,7 +308,7 @@ impl Worker {
                     if let Some(seq) = self.sequences.get_mut(&id)
                         && seq.state == (State::Pulling { attempt })
                     {
-                        seq.state = State::Unwinding { recompute: true };
+                        seq.enter(State::Unwinding { recompute: true });
                     }
                     return;
                 }
@@ -363,25 +364,26 @@ impl Worker {
                     computed = first.tokens,
                     "peer computed another prompt length"
                 );
-                seq.state = State::Unwinding { recompute: true };
+                seq.enter(State::Unwinding { recompute: true });
                 return self.unwound(id);
             }
             Err(error) => {
                 tracing::warn!(sequence = id, %error, "first token unreadable");
-                seq.state = State::Unwinding { recompute: true };
+                seq.enter(State::Unwinding { recompute: true });
                 return self.unwound(id);
             }
         };
         // A worker that understood the request otherwise must not decide how its answer begins.
         if let Err(error) = seq.check_first(first.sampled.token, vocab) {
             tracing::warn!(sequence = id, %error, "first token refused");
-            seq.state = State::Unwinding { recompute: true };
+            seq.enter(State::Unwinding { recompute: true });
             return self.unwound(id);
         }
         let seq_peer = seq.peer;
         seq.computed = first.tokens;
         seq.cached = first.cached;
         seq.from_tiers = first.cached_below;
+        seq.tell_reach();
         seq.windows_sealed = seq.table.as_ref().map_or(0, PageTable::window_first_no);
         if let Err(error) = self.settle(id).and_then(|()| self.keep_blocks(id)) {
             panic!("seal and keep the pages of sequence {id}: {error}");
@@ -417,7 +419,7 @@ impl Worker {
                 transport = peer.map_or("", |peer| peer.transport),
                 "hand-off failed: {why}"
             );
-            seq.state = State::Unwinding { recompute: true };
+            seq.enter(State::Unwinding { recompute: true });
         }
     }
 

@@ -2,11 +2,13 @@
 
 use super::sequence::{Origin, Sequence};
 use super::{PeerKey, Worker, WorkerMsg, pages};
-use crate::engine::FailureKind;
+use crate::engine::{FailureKind, Provenance};
 use crate::glue::handoff::{TagBinding, offer, page_of};
 use crate::glue::payload::{FirstToken, PrefillRequest};
 use crate::grammar::{GrammarError, Live};
+use crate::journey::{Outcome, Stage};
 use crate::scheduler::SeqId;
+use crate::trace::{Span, new_span_id};
 use dsv4_model::sample::Sampled;
 use kv_pool::{BLOCK_TOKENS, Owner, PageRef, PlanEntry, PoolKind, Proof, handoff_plan, plan_hash};
 use pd_transfer::id::PeerId;
@@ -162,7 +164,15 @@ impl Worker {
         let context = Arc::new(TagBinding::new(link.fingerprint, &request.prompt));
         let plan = handoff_plan(self.pools.geometry(), tokens as u32, have);
         let origin = Origin::Peer { attempt, plan, blocks_offered: have, offered: Manifest::new() };
-        let seq = Sequence::of_peer(id, request, live, origin, (peer, context));
+        let parent = request.trace;
+        let span = parent.and_then(|parent| Some(Span::below(parent, new_span_id()?)));
+        let provenance = Provenance { request_id: request.request_id.clone(), span };
+        let journey = self.set_out(id, &request.id, &provenance, tokens);
+        if let Some(known) = self.peers.get(&peer) {
+            let transport = link.transports.get(peer.0).copied().unwrap_or_default();
+            journey.meet(&known.address, transport);
+        }
+        let seq = Sequence::of_peer(id, request, live, origin, (peer, context), journey);
         self.sequences.insert(id, seq);
         self.attempts.insert(attempt, id);
         self.enqueue(id, need);
@@ -218,6 +228,8 @@ impl Worker {
         };
         let record = offered.record(plan_hash(plan), first.encode());
         let attempt = *attempt;
+        seq.journey.enter(Stage::HandOff);
+        seq.journey.conclude(Outcome::Finished, None);
         self.command(attempt, |driver| driver.finish(attempt, record));
         self.numbers.ended[0] += 1;
         self.numbers.handoffs += 1;
@@ -279,6 +291,7 @@ impl Worker {
         };
         let Some(lent) = self.lent.remove(&attempt) else { return };
         self.scheduler.remove(lent.seq);
+        self.shared.journeys.end(lent.seq);
         for page in lent.pages {
             if let Err(error) = self.pools.remove_owner(page, lent.reader, Some(proof)) {
                 panic!("take back a page of attempt {attempt}: {error}");

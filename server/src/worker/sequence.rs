@@ -6,6 +6,7 @@ use crate::engine::{CacheKeep, Event, FailureKind, FinishReason, GenerateRequest
 use crate::glue::handoff::TagBinding;
 use crate::glue::payload::PrefillRequest;
 use crate::grammar::{GrammarError, Live, Progress, Source};
+use crate::journey::{Journey, Outcome, Stage};
 use crate::scheduler::{PageNeed, SeqId};
 use dsv4_model::sample::{Sampled, SamplingParams, TokenMask};
 use hicache::tiers::FetchId;
@@ -64,13 +65,30 @@ pub(super) enum State {
     Decoding,
 }
 
+impl State {
+    /// What that is for whoever looks on; none if it is what it was before.
+    const fn stage(self) -> Option<Stage> {
+        match self {
+            Self::Waiting => Some(Stage::Queue),
+            Self::Probing | Self::Loading { .. } => Some(Stage::Cache),
+            Self::Pulling { .. } => Some(Stage::HandOff),
+            Self::Unwinding { .. } => None,
+            Self::Prefilling => Some(Stage::Prefill),
+            Self::Decoding => Some(Stage::Decode),
+        }
+    }
+}
+
 /// One sequence of a worker.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) id: SeqId,
     pub(super) name: String,
     pub(super) origin: Origin,
+    /// Changed by [`Self::enter`].
     pub(super) state: State,
+    /// What is told of it.
+    pub(super) journey: Arc<Journey>,
     /// Prompt, then output.
     pub(super) tokens: Vec<u32>,
     pub(super) prompt_len: usize,
@@ -133,11 +151,14 @@ impl Sequence {
         request: GenerateRequest,
         live: Option<Live>,
         events: UnboundedSender<Event>,
+        journey: Arc<Journey>,
     ) -> Self {
         let GenerateRequest { max_tokens, stop_tokens, min_tokens, constraint, .. } = request;
         let GenerateRequest { prompt, sampling, cache_salt, cache_keep, turn, .. } = request;
         let request = PrefillRequest {
             id: request.id,
+            request_id: String::new(),
+            trace: None,
             prompt,
             output: 0,
             sampling,
@@ -147,7 +168,7 @@ impl Sequence {
             not_first: Vec::new(),
             source: constraint.map(|constraint| constraint.source),
         };
-        let waiting = Self::waiting(id, request, Origin::Client { events });
+        let waiting = Self::waiting(id, request, Origin::Client { events }, journey);
         Self { max_tokens, stop_tokens, min_tokens, live, ..waiting }
     }
 
@@ -158,17 +179,24 @@ impl Sequence {
         live: Option<Live>,
         origin: Origin,
         (peer, context): (PeerKey, Arc<TagBinding>),
+        journey: Arc<Journey>,
     ) -> Self {
-        let waiting = Self::waiting(id, request, origin);
+        let waiting = Self::waiting(id, request, origin, journey);
         Self { context: Some(context), peer: Some(peer), live, ..waiting }
     }
 
-    fn waiting(id: SeqId, request: PrefillRequest, origin: Origin) -> Self {
+    fn waiting(
+        id: SeqId,
+        request: PrefillRequest,
+        origin: Origin,
+        journey: Arc<Journey>,
+    ) -> Self {
         Self {
             id,
             name: request.id,
             origin,
             state: State::Waiting,
+            journey,
             prompt_len: request.prompt.len() - request.output as usize,
             tokens: request.prompt,
             computed: 0,
@@ -209,6 +237,8 @@ impl Sequence {
     pub(super) fn as_request(&self) -> PrefillRequest {
         PrefillRequest {
             id: self.name.clone(),
+            request_id: self.journey.request_id().to_owned(),
+            trace: self.journey.span().map(|span| span.context),
             prompt: self.tokens.clone(),
             output: (self.tokens.len() - self.prompt_len) as u32,
             sampling: self.sampling.clone(),
@@ -223,12 +253,26 @@ impl Sequence {
     /// Its pages are gone, and it waits to go on.
     pub(super) fn retracted(&mut self) {
         self.first_cached.get_or_insert((self.cached, self.from_tiers));
-        self.state = State::Waiting;
+        self.enter(State::Waiting);
         (self.computed, self.leg_end) = (0, 0);
         (self.blocks_sealed, self.windows_sealed) = (0, 0);
         self.fetches = 0;
         // Whoever was asked before may be asked again.
         self.tried.clear();
+    }
+
+    /// Where it stands from now on.
+    pub(super) fn enter(&mut self, state: State) {
+        self.state = state;
+        if let Some(stage) = state.stage() {
+            self.journey.enter(stage);
+        }
+    }
+
+    /// Tells those who look on how far it has come.
+    pub(super) fn tell_reach(&self) {
+        let output = (self.tokens.len() - self.prompt_len) as u32;
+        self.journey.reach(self.computed, self.cached(), output);
     }
 
     /// Whether it was running before.
@@ -255,6 +299,7 @@ impl Sequence {
 
     /// Says that the output is lost.
     pub(super) fn fail(&self, kind: FailureKind, message: &str) {
+        self.journey.conclude(Outcome::Failed, Some(message));
         if let Origin::Client { events } = &self.origin {
             // A client that has gone needs no answer.
             let _ = events.send(Event::Failed { kind, message: message.to_owned() });
@@ -315,6 +360,8 @@ impl Sequence {
 
     fn finish(&self, reason: FinishReason, completion_tokens: u32) -> Commit {
         let (prompt_tokens, cached_tokens) = (self.prompt_len as u32, self.cached());
+        self.journey.reach(self.computed, cached_tokens, completion_tokens);
+        self.journey.conclude(Outcome::Finished, None);
         let cached_below = self.cached_below();
         let usage = Usage { prompt_tokens, completion_tokens, cached_tokens, cached_below };
         if let Origin::Client { events } = &self.origin {

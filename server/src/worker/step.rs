@@ -80,6 +80,7 @@ impl Worker {
         let id = share.id;
         let Some(seq) = self.sequences.get_mut(&id) else { return };
         seq.computed += share.tokens;
+        seq.tell_reach();
         if seq.state == State::Prefilling {
             self.numbers.prefill_tokens += u64::from(share.tokens);
         }
@@ -127,8 +128,9 @@ impl Worker {
         self.numbers.generation_tokens += 1;
         match seq.commit(sampled) {
             Commit::GoesOn => {
+                seq.tell_reach();
                 if seq.state != State::Decoding {
-                    seq.state = State::Decoding;
+                    seq.enter(State::Decoding);
                     self.scheduler.start_decode(id);
                 }
             }

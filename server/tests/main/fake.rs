@@ -118,6 +118,7 @@ impl Engine for FakeEngine {
                 mismatches: 1,
             }],
             peers: vec![("127.0.0.1:8998".to_owned(), "ready".to_owned(), "shm".to_owned())],
+            requests: Vec::new(),
         };
         Stats { metrics: vec![metric], workers: vec![worker] }
     }

@@ -5,6 +5,7 @@ use dsv4_server::engine::CacheKeep;
 use dsv4_server::glue::payload::{self, FirstToken, PrefillRequest};
 use dsv4_server::grammar::Source;
 use dsv4_server::net::kv_events;
+use dsv4_server::trace::TraceParent;
 use pd_transfer::wire::MAX_PAYLOAD_BYTES;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -34,6 +35,8 @@ fn targets() -> [Target; 2] {
 fn payloads() -> [Vec<u8>; 3] {
     let request = |sampling| PrefillRequest {
         id: "a".to_owned(),
+        request_id: "req-1".to_owned(),
+        trace: Some(TraceParent { trace_id: [1; 16], span_id: [2; 8], is_sampled: true }),
         prompt: vec![1, 2, 3],
         output: 1,
         sampling,

@@ -59,6 +59,7 @@ impl Workers {
             cache_salt: String::new(),
             cache_keep: CacheKeep::AsUsed,
             turn: dsv4_server::engine::Turn::default(),
+            provenance: dsv4_server::engine::Provenance::default(),
         };
         let mut generation = self.node().engine().submit(request).expect("it is accepted");
         let mut answer = Vec::new();
