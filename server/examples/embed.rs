@@ -24,7 +24,7 @@ fn main() -> anyhow::Result<()> {
         cache_salt: String::new(),
         cache_keep: dsv4_server::engine::CacheKeep::AsUsed,
         turn: dsv4_server::engine::Turn::default(),
-        provenance: Provenance::default(),
+        provenance: dsv4_server::engine::Provenance::default(),
     })?;
     let mut output = Vec::new();
     while let Some(event) = generation.events.blocking_recv() {

@@ -9,3 +9,9 @@ pub mod object_store;
 pub mod otlp;
 
 pub use config::{BadObjectUrl, ObjectUrl};
+
+/// Chooses the cryptography of HTTPS clients: the one implementation that is linked. That another part
+/// of the program has done so before is as good.
+pub(crate) fn choose_cryptography() {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+}

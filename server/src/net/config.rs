@@ -254,7 +254,7 @@ mod tests {
 
     #[test]
     fn clients_come_of_the_variables_of_their_provider_and_secrets_are_known() {
-        let _ = rustls::crypto::ring::default_provider().install_default();
+        crate::net::choose_cryptography();
         let manner = || Manner { options: ClientOptions::new(), retry: RetryConfig::default() };
         let key = r#"{"private_key":"hunter2","private_key_id":"a","client_email":"b","disable_oauth":true}"#;
         for (url, variables, secret) in [

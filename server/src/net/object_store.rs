@@ -166,9 +166,7 @@ impl RemoteStore {
         variables: &[(&str, &str)],
     ) -> Result<Self, RemoteError> {
         let RemoteConfig { url, fingerprint, layout, timeout } = config;
-        // HTTPS goes through the one implementation of cryptography that is linked; that another
-        // part of the program has said so before is as good.
-        let _ = rustls::crypto::ring::default_provider().install_default();
+        super::choose_cryptography();
         let options = ClientOptions::new().with_timeout(timeout).with_connect_timeout(timeout / 2);
         let backoff = BackoffConfig {
             init_backoff: Duration::from_millis(50),

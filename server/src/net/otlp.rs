@@ -117,6 +117,7 @@ impl SpanSender {
     /// # Errors
     /// [`OtlpError::Exporter`]. Whether the collector answers is not asked.
     pub fn start(endpoint: &OtlpEndpoint, role: &'static str) -> Result<Self, OtlpError> {
+        super::choose_cryptography();
         let exporter = SpanExporter::builder()
             .with_http()
             .with_protocol(Protocol::HttpBinary)

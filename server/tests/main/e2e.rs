@@ -54,6 +54,8 @@ mod sessions;
 mod start_stop;
 #[path = "e2e/tamper.rs"]
 mod tamper;
+#[path = "e2e/traces.rs"]
+mod traces;
 #[path = "e2e/turns.rs"]
 mod turns;
 #[path = "e2e/turns_of_keys.rs"]

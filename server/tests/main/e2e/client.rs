@@ -59,12 +59,21 @@ fn client() -> Client<HttpConnector, Full<Bytes>> {
 }
 
 async fn send(method: Method, url: &str, body: Bytes) -> Result<Response<Incoming>, Broken> {
-    let request = Request::builder()
-        .method(method)
-        .uri(url)
-        .header("content-type", "application/json")
-        .body(Full::new(body))
-        .expect("a request of this shape can be built");
+    send_with(method, url, &[], body).await
+}
+
+async fn send_with(
+    method: Method,
+    url: &str,
+    headers: &[(&str, &str)],
+    body: Bytes,
+) -> Result<Response<Incoming>, Broken> {
+    let mut request =
+        Request::builder().method(method).uri(url).header("content-type", "application/json");
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    let request = request.body(Full::new(body)).expect("a request of this shape can be built");
     match timeout(PATIENCE, client().request(request)).await {
         Ok(Ok(response)) => Ok(response),
         Ok(Err(error)) => Err(Broken::Connection(error.to_string())),
@@ -92,6 +101,16 @@ pub(crate) async fn post_bytes(url: &str, body: Bytes) -> Result<Reply, Broken> 
 /// POST of JSON.
 pub(crate) async fn post(url: &str, body: &Value) -> Result<Reply, Broken> {
     post_bytes(url, Bytes::from(body.to_string())).await
+}
+
+/// POST of JSON with headers of its own.
+pub(crate) async fn post_with(
+    url: &str,
+    headers: &[(&str, &str)],
+    body: &Value,
+) -> Result<Reply, Broken> {
+    let body = Bytes::from(body.to_string());
+    whole(send_with(Method::POST, url, headers, body).await?).await
 }
 
 /// GET.
