@@ -11,15 +11,17 @@ use opentelemetry::trace::{
     SpanContext, SpanId, SpanKind, Status, TraceFlags, TraceId, TraceState,
 };
 use opentelemetry::{InstrumentationScope, KeyValue};
-use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig as _};
+use opentelemetry_otlp::{Protocol, SpanExporter as OtlpExporter, WithExportConfig as _};
 use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::error::OTelSdkResult;
 use opentelemetry_sdk::trace::{
-    BatchSpanProcessor, SpanData, SpanEvents, SpanLinks, SpanProcessor as _,
+    BatchSpanProcessor, SpanData, SpanEvents, SpanExporter, SpanLinks, SpanProcessor as _,
 };
 use reqwest::Url;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 /// Where collectors take spans, if an address has no path.
@@ -103,6 +105,45 @@ pub struct Passed {
     pub broke_off: Option<String>,
 }
 
+/// An exporter whose failures are told when they begin, and when they end.
+#[derive(Debug)]
+struct Watched {
+    exporter: OtlpExporter,
+    endpoint: OtlpEndpoint,
+    spans_lost: AtomicU64,
+}
+
+impl SpanExporter for Watched {
+    async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
+        let count = batch.len() as u64;
+        let result = self.exporter.export(batch).await;
+        // Calls follow each other.
+        match &result {
+            Err(error) => {
+                let before = self.spans_lost.fetch_add(count, Ordering::Relaxed);
+                if before == 0 {
+                    tracing::warn!(collector = %self.endpoint, %error, "spans are not taken");
+                }
+            }
+            Ok(()) => {
+                let spans_lost = self.spans_lost.swap(0, Ordering::Relaxed);
+                if spans_lost > 0 {
+                    tracing::info!(collector = %self.endpoint, spans_lost, "spans are taken again");
+                }
+            }
+        }
+        result
+    }
+
+    fn shutdown_with_timeout(&self, timeout: Duration) -> OTelSdkResult {
+        self.exporter.shutdown_with_timeout(timeout)
+    }
+
+    fn set_resource(&mut self, resource: &Resource) {
+        self.exporter.set_resource(resource);
+    }
+}
+
 /// Sends spans from a thread of its own. Where that does not keep up, spans are dropped; nothing
 /// waits for a collector.
 #[derive(Debug)]
@@ -118,13 +159,15 @@ impl SpanSender {
     /// [`OtlpError::Exporter`]. Whether the collector answers is not asked.
     pub fn start(endpoint: &OtlpEndpoint, role: &'static str) -> Result<Self, OtlpError> {
         super::choose_cryptography();
-        let exporter = SpanExporter::builder()
+        let exporter = OtlpExporter::builder()
             .with_http()
             .with_protocol(Protocol::HttpBinary)
             .with_endpoint(endpoint.0.as_str())
             .with_timeout(SEND_MAX)
             .build()
             .map_err(|error| OtlpError::Exporter(endpoint.clone(), error.to_string()))?;
+        let endpoint = endpoint.clone();
+        let exporter = Watched { exporter, endpoint, spans_lost: AtomicU64::new(0) };
         let mut processor = BatchSpanProcessor::builder(exporter).build();
         let resource = Resource::builder()
             .with_service_name(format!("dsv4-{role}"))

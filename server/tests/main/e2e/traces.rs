@@ -146,6 +146,23 @@ async fn a_request_is_one_trace_from_router_to_prefill_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_collector_that_is_not_there_is_told_of() {
+    let unused = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+    let url = format!("http://{}", unused.local_addr().unwrap());
+    drop(unused);
+    let mut server = Server::worker("null", &format!("--otlp-traces-endpoint {url}"));
+    server.process.expect_error("spans are not taken");
+    let path = format!("{}/v1/completions", server.url);
+    for n in 0..3 {
+        post(&path, &greedy(&prompt(20 + n), 1)).await.expect("an answer").ok();
+    }
+    server.process.terminate();
+    assert!(server.process.wait_exit().success());
+    let log = server.process.log_text();
+    assert_eq!(log.matches("spans are not taken").count(), 1, "{log}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_silent_collector_holds_nobody_up() {
     // It accepts connections and never answers.
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
