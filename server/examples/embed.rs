@@ -19,6 +19,7 @@ fn main() -> anyhow::Result<()> {
         max_tokens: 48,
         stop_tokens: vec![engine.info().eos_token],
         min_tokens: 0,
+        thinking: None,
         constraint: None,
         sampling: dsv4_model::sample::SamplingParams::greedy(),
         cache_salt: String::new(),

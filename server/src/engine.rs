@@ -23,6 +23,8 @@ pub struct GenerateRequest {
     pub stop_tokens: Vec<u32>,
     /// Tokens before which no stop token is drawn, unless a constraint allows nothing else.
     pub min_tokens: u32,
+    /// Bound of the thinking that the output begins with, if it begins with some.
+    pub thinking: Option<ThinkingBudget>,
     /// What the output must be. It ends where nothing can follow.
     pub constraint: Option<Constraint>,
     /// How tokens are drawn.
@@ -36,6 +38,15 @@ pub struct GenerateRequest {
     pub turn: Turn,
     /// Under which names others know it.
     pub provenance: Provenance,
+}
+
+/// How long an output may think.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ThinkingBudget {
+    /// Most tokens of thinking; the one that ends it is not counted.
+    pub tokens: u32,
+    /// Token that ends the thinking: the only one that may follow then.
+    pub end: u32,
 }
 
 /// Under which names others know a request.

@@ -13,11 +13,10 @@
 //! are looked for in the answer, not in the reasoning and not in tool calls; `suffix`, and `echo`
 //! with `logprobs`, are refused; a schema with `strict: false` is only shown to the model; Responses
 //! are not stored, so `previous_response_id` is refused.
-//! What differs from Anthropic's: `max_tokens` may be missing, `budget_tokens` does not bound the
-//! thinking, a `cache_control` anywhere is about the whole prompt, and nothing is run on the
-//! server's side.
-//! Additions: `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `min_tokens`,
-//! `include_stop_str_in_output`, `chat_template_kwargs` (`thinking`, `enable_thinking`),
+//! What differs from Anthropic's: `max_tokens` may be missing, `budget_tokens` may be any number, a
+//! `cache_control` anywhere is about the whole prompt, and nothing is run on the server's side.
+//! Additions: `thinking.budget_tokens` or `thinking_token_budget` in every chat, `top_k`, `min_p`,
+//! `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `include_stop_str_in_output`, `chat_template_kwargs` (`thinking`, `enable_thinking`),
 //! `add_special_tokens` for raw completions, what vLLM and SGLang call `structured_outputs`,
 //! `guided_json`, `guided_regex`, `guided_choice`, `json_schema` and `regex`, and SGLang's
 //! `/generate`.

@@ -2,7 +2,7 @@
 //! the prompt and how to draw its first token one way, that token the other way.
 #![expect(clippy::mem_forget, reason = "the derived readers forget their partial values")]
 
-use crate::engine::{CacheKeep, Turn};
+use crate::engine::{CacheKeep, ThinkingBudget, Turn};
 use crate::grammar::{MAX_GRAMMAR_BYTES, Source};
 use crate::trace::TraceParent;
 use dsv4_model::sample::{Sampled, SamplingParams};
@@ -73,6 +73,8 @@ struct RequestWire {
     key: u64,
     output: u32,
     not_first: Vec<u32>,
+    /// Bound of the thinking, and the token that ends it.
+    thinking: Option<(u32, u32)>,
     /// Grammar, and the token that it begins after.
     constraint: Option<(String, Option<u32>)>,
 }
@@ -100,6 +102,8 @@ pub struct PrefillRequest {
     pub turn: Turn,
     /// Tokens that may not be the first one, as long as others may.
     pub not_first: Vec<u32>,
+    /// Bound of the thinking.
+    pub thinking: Option<ThinkingBudget>,
     /// What the output must be.
     pub source: Option<Arc<Source>>,
 }
@@ -136,6 +140,7 @@ impl PrefillRequest {
             key: self.turn.key,
             output: self.output,
             not_first: self.not_first.clone(),
+            thinking: self.thinking.map(|budget| (budget.tokens, budget.end)),
             constraint: self.source.as_ref().map(|s| (s.grammar.clone(), s.after)),
         };
         wincode::serialize(&wire).expect("vectors and numbers always serialise")
@@ -164,7 +169,9 @@ impl PrefillRequest {
         if wire.cache_salt.len() > MAX_SALT {
             return Err(PayloadError::Range { what, field: "salt length" });
         }
-        if wire.not_first.iter().any(|t| *t as usize >= vocab) {
+        let thinking = wire.thinking.map(|(tokens, end)| ThinkingBudget { tokens, end });
+        let mut ends = wire.not_first.iter().copied().chain(thinking.map(|budget| budget.end));
+        if ends.any(|token| token as usize >= vocab) {
             return Err(PayloadError::Range { what, field: "token id" });
         }
         let source = wire.constraint.map(|(grammar, after)| Source { grammar, after });
@@ -203,6 +210,7 @@ impl PrefillRequest {
             cache_keep,
             turn,
             not_first,
+            thinking,
             source,
         })
     }

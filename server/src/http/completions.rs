@@ -83,6 +83,7 @@ impl CompletionRequest {
             max_tokens,
             stop_tokens: stops.tokens,
             min_tokens: sampling::no_more_than(min_tokens, max_tokens)?,
+            thinking: None,
             constraint: None,
             sampling: params,
             cache_salt,

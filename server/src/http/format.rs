@@ -266,12 +266,13 @@ pub(super) fn of_answer(
     } else {
         format!("start: {}\n", expression.unwrap_or_default())
     };
-    let thinks = recipe.parsing_options.thinking_initial_stage;
-    let after = match thinks.is_some_and(|stage| ThinkingInitialStage::starts_in_reasoning(&stage))
-    {
-        true => Some(state.token("</think>")?),
-        false => None,
-    };
+    let after = if thinks(recipe) { Some(state.token("</think>")?) } else { None };
     let source = Arc::new(Source { grammar, after });
     Ok(Some(Wanted { source, param: param.to_owned() }))
+}
+
+/// Whether the answer begins with thinking.
+pub(super) fn thinks(recipe: &ConversationRequest) -> bool {
+    let stage = recipe.parsing_options.thinking_initial_stage;
+    stage.is_some_and(|stage| ThinkingInitialStage::starts_in_reasoning(&stage))
 }

@@ -6,7 +6,7 @@ use super::fields::Fields;
 use super::format::{self, Asked, Strict, Wanted};
 use super::sampling::{self, Stops};
 use super::{AppState, cache_control, shape};
-use crate::engine::{CacheKeep, GenerateRequest, Provenance, Turn};
+use crate::engine::{CacheKeep, GenerateRequest, Provenance, ThinkingBudget, Turn};
 use deepseek_recipe::request::{
     ConversationRequest, ConversionError, ConversionOptions, ModelVersion,
 };
@@ -96,6 +96,8 @@ pub(super) struct Wishes {
     pub(super) max_calls: u32,
     /// Least tokens to generate.
     min_tokens: u32,
+    /// Most tokens of thinking, if the client says.
+    thinking_tokens: Option<u32>,
     /// Answers that are wanted.
     pub(super) choices: u32,
     /// Whether a stop text that ends the answer is a part of it.
@@ -129,6 +131,7 @@ impl Wishes {
             max_tokens: None,
             max_calls: u32::MAX,
             min_tokens: sampling::min_tokens(fields)?,
+            thinking_tokens: thinking_tokens(fields)?,
             choices: 1,
             includes_stop: fields.flag("include_stop_str_in_output")?.unwrap_or(false),
             formats: format::extras(fields)?,
@@ -138,11 +141,25 @@ impl Wishes {
             cache_keep: cache_control::read(fields)?,
             turn: fields.turn()?,
         };
-        for name in ["seed", "cache_salt", "cache_control", "priority", "user"] {
+        let own = ["seed", "cache_salt", "cache_control", "priority", "user", THINKING_TOKENS];
+        for name in own {
             fields.take(name);
         }
         Ok(wishes)
     }
+}
+
+/// What vLLM calls the bound of the thinking.
+const THINKING_TOKENS: &str = "thinking_token_budget";
+
+/// The bound of the thinking: vLLM's field, or Anthropic's, which any chat may have.
+fn thinking_tokens(fields: &Fields) -> Result<Option<u32>, ApiError> {
+    let own = fields.at_least(THINKING_TOKENS, 0)?;
+    let Some(Value::Object(thinking)) = fields.get("thinking") else { return Ok(own) };
+    let theirs = thinking.get("budget_tokens").and_then(Value::as_u64);
+    // What is no number is told where the shapes are checked.
+    let theirs = theirs.map(|tokens| u32::try_from(tokens).unwrap_or(u32::MAX));
+    Ok(own.into_iter().chain(theirs).min())
 }
 
 /// A conversation that can be submitted.
@@ -185,6 +202,10 @@ impl Prepared {
             sampling.temperature = options.temperature.unwrap_or(sampling.temperature);
             sampling.top_p = options.top_p.unwrap_or(sampling.top_p);
         }
+        let thinking = match wishes.thinking_tokens.filter(|_| format::thinks(&recipe)) {
+            Some(tokens) => Some(ThinkingBudget { tokens, end: state.token("</think>")? }),
+            None => None,
+        };
         let prompt = encode(state, &recipe, param)?;
         let context = state.engine.info().context_length;
         let room = state.room(prompt.len(), param)?;
@@ -198,6 +219,7 @@ impl Prepared {
             max_tokens,
             stop_tokens: stops.tokens,
             min_tokens: sampling::no_more_than(wishes.min_tokens, max_tokens)?,
+            thinking,
             constraint: None,
             sampling,
             cache_salt: wishes.cache_salt,

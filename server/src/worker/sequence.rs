@@ -2,7 +2,9 @@
 
 use super::PeerKey;
 use super::faults::PeerName;
-use crate::engine::{CacheKeep, Event, FailureKind, FinishReason, GenerateRequest, Turn, Usage};
+use crate::engine::{
+    CacheKeep, Event, FailureKind, FinishReason, GenerateRequest, ThinkingBudget, Turn, Usage,
+};
 use crate::glue::handoff::TagBinding;
 use crate::glue::payload::PrefillRequest;
 use crate::grammar::{GrammarError, Live, Progress, Source};
@@ -112,6 +114,8 @@ pub(super) struct Sequence {
     pub(super) stop_tokens: Vec<u32>,
     /// Tokens before which no stop token is drawn.
     pub(super) min_tokens: u32,
+    /// Bound of the thinking, until that has ended.
+    pub(super) thinking: Option<ThinkingBudget>,
     /// What the output must be, for a prefill worker to hear.
     pub(super) source: Option<Arc<Source>>,
     /// The grammar of that, as far as the output has come.
@@ -154,7 +158,8 @@ impl Sequence {
         journey: Arc<Journey>,
     ) -> Self {
         let GenerateRequest { max_tokens, stop_tokens, min_tokens, constraint, .. } = request;
-        let GenerateRequest { prompt, sampling, cache_salt, cache_keep, turn, .. } = request;
+        let GenerateRequest { prompt, sampling, thinking, cache_salt, cache_keep, turn, .. } =
+            request;
         let request = PrefillRequest {
             id: request.id,
             request_id: String::new(),
@@ -166,6 +171,7 @@ impl Sequence {
             cache_keep,
             turn,
             not_first: Vec::new(),
+            thinking,
             source: constraint.map(|constraint| constraint.source),
         };
         let waiting = Self::waiting(id, request, Origin::Client { events }, journey);
@@ -191,13 +197,16 @@ impl Sequence {
         origin: Origin,
         journey: Arc<Journey>,
     ) -> Self {
+        let prompt_len = request.prompt.len() - request.output as usize;
+        let output = &request.prompt[prompt_len..];
         Self {
             id,
             name: request.id,
             origin,
             state: State::Waiting,
             journey,
-            prompt_len: request.prompt.len() - request.output as usize,
+            prompt_len,
+            thinking: request.thinking.filter(|budget| !output.contains(&budget.end)),
             tokens: request.prompt,
             computed: 0,
             table: None,
@@ -245,6 +254,7 @@ impl Sequence {
             cache_salt: self.salt.clone(),
             cache_keep: self.keep,
             turn: self.turn,
+            thinking: self.thinking,
             not_first: if self.is_short() { self.stop_tokens.clone() } else { Vec::new() },
             source: self.source.clone(),
         }
@@ -313,6 +323,13 @@ impl Sequence {
 
     /// Tokens that may come next; none said means all.
     pub(super) fn allowed(&mut self, vocab: usize) -> Result<Option<Arc<TokenMask>>, GrammarError> {
+        if let Some(budget) = self.thinking
+            && self.tokens.len() - self.prompt_len >= budget.tokens as usize
+        {
+            let mut end = TokenMask::none(vocab);
+            end.allow(budget.end);
+            return Ok(Some(Arc::new(end)));
+        }
         let is_short = self.is_short();
         let mask = self.live.as_mut().map(Live::mask).transpose()?.cloned();
         if !is_short {
@@ -349,6 +366,7 @@ impl Sequence {
             return Commit::Gone;
         }
         self.tokens.push(token);
+        self.thinking = self.thinking.filter(|budget| budget.end != token);
         if progress == Progress::Complete {
             return self.finish(FinishReason::Stop, output + 1);
         }

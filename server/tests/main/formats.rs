@@ -2,7 +2,9 @@
 
 use crate::fake::{Plan, Server, TOKENIZER, output, token, tokens};
 use crate::http::{CHAT, COMPLETIONS, assert_error, chat, with};
-use dsv4_server::engine::{Event, FailureKind, FinishReason, GenerateRequest, SubmitError};
+use dsv4_server::engine::{
+    Event, FailureKind, FinishReason, GenerateRequest, SubmitError, ThinkingBudget,
+};
 use serde_json::{Value, json};
 
 const GENERATE: &str = "/generate";
@@ -113,6 +115,39 @@ async fn constraints_begin_after_the_thinking() {
     let request = submitted(&server, CHAT, &with(chat(), &thinking)).await;
     assert_eq!(request.constraint.as_ref().unwrap().source.after, TOKENIZER.token_id("</think>"));
     begins(&request, "Well {</think>ab", "Well {</think>abc");
+    server.finish().await;
+}
+
+#[tokio::test]
+async fn thinking_has_the_bound_that_was_asked_for() {
+    let server = Server::start().await;
+    let end = TOKENIZER.token_id("</think>").unwrap();
+    let on = |budget: Value| json!({"thinking": {"type": "enabled", "budget_tokens": budget}});
+    let most = u64::from(u32::MAX) + 7;
+    for (fields, expected) in [
+        (on(json!(5)), Some(5)),
+        (on(json!(0)), Some(0)),
+        (on(json!(most)), Some(u32::MAX)),
+        (on(Value::Null), None),
+        (with(on(json!(5)), &json!({"thinking_token_budget": 4})), Some(4)),
+        (json!({"thinking_token_budget": 4, "reasoning_effort": "high"}), Some(4)),
+        (json!({"thinking_token_budget": 4}), None),
+        (json!({"thinking": {"type": "disabled", "budget_tokens": 5}}), None),
+    ] {
+        for path in [CHAT, "/v1/messages"] {
+            let fields = with(fields.clone(), &json!({"max_tokens": 50}));
+            if path != CHAT && fields.get("reasoning_effort").is_some() {
+                continue;
+            }
+            let request = submitted(&server, path, &with(chat(), &fields)).await;
+            let expected = expected.map(|tokens| ThinkingBudget { tokens, end });
+            assert_eq!(request.thinking, expected, "{path} {fields}");
+        }
+    }
+    for bad in [json!({"thinking_token_budget": -1}), json!({"thinking_token_budget": "4"})] {
+        let answer = server.client.post(CHAT, &with(chat(), &bad)).await;
+        assert_error(&answer, 400, "invalid_value", Some("thinking_token_budget"), &bad.to_string());
+    }
     server.finish().await;
 }
 

@@ -1,7 +1,7 @@
 //! What is read of peers that send anything: payloads of a hand-off, and what a subscriber says.
 
 use dsv4_model::sample::{Sampled, SamplingParams};
-use dsv4_server::engine::CacheKeep;
+use dsv4_server::engine::{CacheKeep, ThinkingBudget};
 use dsv4_server::glue::payload::{self, FirstToken, PrefillRequest};
 use dsv4_server::grammar::Source;
 use dsv4_server::net::kv_events;
@@ -44,6 +44,7 @@ fn payloads() -> [Vec<u8>; 3] {
         cache_keep: CacheKeep::Seconds(300),
         turn: dsv4_server::engine::Turn::default(),
         not_first: vec![7],
+        thinking: Some(ThinkingBudget { tokens: 100, end: 8 }),
         source: Some(Arc::new(Source { grammar: "start: \"a\"".to_owned(), after: Some(9) })),
     };
     let sampling = SamplingParams {

@@ -54,7 +54,22 @@ fn requests() -> Vec<Value> {
         asked(ask, &forced),
         asked(ask, &merged(&forced, json!({"temperature": 1.2, "seed": 9}))),
         asked("Tell me a joke.", &json!({"n": 3, "seed": 7, "temperature": 2.0, "max_tokens": 12})),
+        asked("Hi", &thinking(None)),
+        asked("Hi", &thinking(Some(10_000))),
+        asked("Hi", &thinking(Some(3))),
+        asked("Hi", &thinking(Some(0))),
+        asked("Hi", &merged(&of(&verdict), thinking(Some(2)))),
     ]
+}
+
+/// Thinking with a bound, or without.
+fn thinking(budget: Option<u32>) -> Value {
+    json!({"thinking": {"type": "enabled", "budget_tokens": budget}})
+}
+
+/// Tokens of thinking, as the usage says.
+fn thought(answer: &Value) -> u64 {
+    answer["usage"]["completion_tokens_details"]["reasoning_tokens"].as_u64().expect("a number")
 }
 
 async fn answers(url: &str, requests: &[Value]) -> Vec<Value> {
@@ -63,10 +78,29 @@ async fn answers(url: &str, requests: &[Value]) -> Vec<Value> {
     let all: Result<Vec<_>, Broken> = join_all(ask).await.into_iter().collect();
     let essence = |answer: &Value| {
         let mut all = essence(answer);
+        all["thought"] = thought(answer).into();
         all["others"] = answer["choices"].as_array().unwrap()[1..].to_vec().into();
         all
     };
     all.expect("answers").iter().map(|reply| essence(&reply.ok())).collect()
+}
+
+/// Thinking ends where its bound is, and nowhere else.
+fn check_thinking(answers: &[Value]) {
+    let [free, wide, short, none, formed] = answers else { panic!("five answers") };
+    assert!(free["thought"].as_u64() > Some(3), "{free}");
+    assert_eq!(free, wide, "a bound that is not reached changes nothing");
+    assert_eq!((&short["thought"], &none["thought"]), (&json!(3), &json!(0)));
+    let reasoning = |answer: &Value| {
+        let text = &answer["choice"]["message"]["reasoning_content"];
+        text.as_str().unwrap_or_default().to_owned()
+    };
+    assert!(reasoning(free).starts_with(&reasoning(short)) && !reasoning(short).is_empty());
+    assert_eq!(reasoning(none), "");
+    assert_eq!(formed["thought"], 2);
+    let content = |answer: &Value| answer["choice"]["message"]["content"].as_str().unwrap().to_owned();
+    assert!(!content(short).is_empty() && !content(none).is_empty());
+    assert!(serde_json::from_str::<Value>(&content(formed)).unwrap()["ok"].is_boolean());
 }
 
 /// What each of [`requests`] must have been answered with.
@@ -102,6 +136,7 @@ fn check(answers: &[Value]) {
         }
     }
     let first = &answers[13]["choice"]["message"]["content"];
+    check_thinking(&answers[14..]);
     let others = answers[13]["others"].as_array().unwrap();
     assert_eq!(others.len(), 2);
     assert!(

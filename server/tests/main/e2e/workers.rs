@@ -54,6 +54,7 @@ impl Workers {
             max_tokens,
             stop_tokens: Vec::new(),
             min_tokens: 0,
+            thinking: None,
             constraint: None,
             sampling,
             cache_salt: String::new(),
