@@ -8,9 +8,9 @@ use crate::http::access::{Access, AccessError};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kv_pool::{Fingerprint, IndexKeyType, Numerics};
 pub use router::RouterArgs;
-pub use trace::TraceArgs;
 use std::path::PathBuf;
 use std::time::Duration;
+pub use trace::TraceArgs;
 
 /// DeepSeek-V4 serving engine: prefill and decode apart, every page verified.
 #[derive(Debug, Parser)]

@@ -38,9 +38,15 @@ pub(super) async fn chat_completions(
     let head = Head { id, model: prepared.model.clone(), created: super::unix_time() };
     let streams = prepared.recipe.stream;
     let include_usage = prepared.recipe.response_options.include_usage;
-    let (first, others, timer) =
-        generate::begin_all::<ChatCompletionRequest>(&state, prepared, &request_id, start, None)
-            .await?;
+    let patience = generate::patience(&state, streams, prepared.choices);
+    let (first, others, timer) = generate::begin_all::<ChatCompletionRequest>(
+        &state,
+        prepared,
+        &request_id,
+        start,
+        patience,
+    )
+    .await?;
     let outputs = std::iter::once(first).chain(others).collect();
     if streams {
         let keep_alive = state.config.keep_alive;
@@ -123,6 +129,9 @@ impl ChatStream {
         let (index, chunk) = self.outputs.next().await?;
         match chunk {
             Ok(mut chunk) => {
+                if self.outputs.parts[index].has_tokens() {
+                    self.timer.first_token();
+                }
                 for choice in &mut chunk.choices {
                     // As many as MAX_CHOICES.
                     choice.index = index as u32;

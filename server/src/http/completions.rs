@@ -233,6 +233,7 @@ pub(super) async fn begin(
     request_id: &RequestId,
     start: Instant,
 ) -> Result<(Vec<CompletionOutput>, RequestTimer), ApiError> {
+    let patience = generate::patience(state, prepared.stream, prepared.choices);
     let CompletionRequest { mut generate, stops, includes_stop, echo, .. } = prepared;
     generate.provenance = request_id.provenance();
     if let Some(wanted) = prepared.wanted {
@@ -257,7 +258,7 @@ pub(super) async fn begin(
         }
     };
     let Running { generation, first, timer } =
-        generate::submit(state, generate.clone(), request_id, start, None).await?;
+        generate::submit(state, generate.clone(), request_id, start, patience).await?;
     let mut outputs = vec![output(&generate, Source { generation, first })];
     // The others find the prompt of the first one computed.
     for choice in 1..prepared.choices {
@@ -503,6 +504,7 @@ impl CompletionStream {
         let (index, delta) = self.outputs.next().await?;
         match delta {
             Ok(delta) => {
+                self.timer.first_token();
                 let logprobs = self.outputs.parts[index].logprobs(&delta.tokens);
                 let choice = choice(index, &delta.text, &logprobs, delta.finish);
                 let mut response = self.head.response(&json!([choice]));

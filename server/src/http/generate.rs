@@ -182,6 +182,13 @@ pub(super) async fn prepare<T: Send + 'static>(
     .map_err(|error| ApiError::internal(format!("reading the request ended badly: {error}")))?
 }
 
+/// How long a response may wait for the first event of its answer: a stream begins after that, and
+/// is filled, so that proxies and clients do not take it for dead while a long prompt is computed.
+/// Several answers wait in any case: all but the first are asked for when its prompt is computed.
+pub(super) fn patience(state: &AppState, streams: bool, choices: u32) -> Option<Duration> {
+    (streams && choices == 1).then_some(state.config.keep_alive)
+}
+
 /// Submits a request and waits for its first event, so that a failure before any output still
 /// becomes an HTTP status. Where silence would cost the connection, `patience` is the longest wait.
 pub(super) async fn submit(

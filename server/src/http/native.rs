@@ -281,6 +281,9 @@ impl sse::Frames for NativeStream {
     async fn frame(&mut self) -> Option<Bytes> {
         if self.phase == Phase::Output {
             if let Some((index, delta)) = self.outputs.next().await {
+                if delta.is_ok() {
+                    self.timer.first_token();
+                }
                 return Some(self.event(index, delta));
             }
             self.timer.finish(choices::total(self.outputs.parts.iter().map(|o| o.usage)));

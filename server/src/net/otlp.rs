@@ -174,9 +174,8 @@ impl SpanSender {
             .with_attribute(KeyValue::new("service.version", env!("CARGO_PKG_VERSION")))
             .build();
         processor.set_resource(&resource);
-        let scope = InstrumentationScope::builder("dsv4")
-            .with_version(env!("CARGO_PKG_VERSION"))
-            .build();
+        let scope =
+            InstrumentationScope::builder("dsv4").with_version(env!("CARGO_PKG_VERSION")).build();
         Ok(Self { processor, scope })
     }
 
@@ -187,7 +186,14 @@ impl SpanSender {
             let Some(id) = crate::trace::new_span_id() else { return };
             let below = Span::below(span.context, id);
             let times = (stage.began_at, stage.lasted);
-            self.send(below, stage.stage.name().into(), SpanKind::Internal, times, Vec::new(), None);
+            self.send(
+                below,
+                stage.stage.name().into(),
+                SpanKind::Internal,
+                times,
+                Vec::new(),
+                None,
+            );
         }
         let mut about = vec![
             KeyValue::new("dsv4.request_id", view.request_id.clone()),
@@ -262,7 +268,8 @@ impl SpanSender {
 
 fn context_of(context: TraceParent) -> SpanContext {
     let flags = if context.is_sampled { TraceFlags::SAMPLED } else { TraceFlags::default() };
-    let (trace, span) = (TraceId::from_bytes(context.trace_id), SpanId::from_bytes(context.span_id));
+    let (trace, span) =
+        (TraceId::from_bytes(context.trace_id), SpanId::from_bytes(context.span_id));
     SpanContext::new(trace, span, flags, false, TraceState::default())
 }
 

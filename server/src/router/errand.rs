@@ -197,8 +197,7 @@ impl Passage {
         let errand = errand.filter(|_| response.status().is_success());
         let mut response = response.map(|body| {
             let data = body.into_data_stream();
-            let passage =
-                Self { data, under_way, trip, slot, events, errand, has_begun: false };
+            let passage = Self { data, under_way, trip, slot, events, errand, has_begun: false };
             let pieces = stream::unfold(Some(passage), |passage| async { passage?.next().await });
             Body::from_stream(pieces)
         });

@@ -191,12 +191,7 @@ impl Sequence {
         Self { context: Some(context), peer: Some(peer), live, ..waiting }
     }
 
-    fn waiting(
-        id: SeqId,
-        request: PrefillRequest,
-        origin: Origin,
-        journey: Arc<Journey>,
-    ) -> Self {
+    fn waiting(id: SeqId, request: PrefillRequest, origin: Origin, journey: Arc<Journey>) -> Self {
         let prompt_len = request.prompt.len() - request.output as usize;
         let output = &request.prompt[prompt_len..];
         Self {

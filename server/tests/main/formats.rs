@@ -146,7 +146,13 @@ async fn thinking_has_the_bound_that_was_asked_for() {
     }
     for bad in [json!({"thinking_token_budget": -1}), json!({"thinking_token_budget": "4"})] {
         let answer = server.client.post(CHAT, &with(chat(), &bad)).await;
-        assert_error(&answer, 400, "invalid_value", Some("thinking_token_budget"), &bad.to_string());
+        assert_error(
+            &answer,
+            400,
+            "invalid_value",
+            Some("thinking_token_budget"),
+            &bad.to_string(),
+        );
     }
     server.finish().await;
 }

@@ -365,6 +365,49 @@ async fn a_request_that_runs_is_not_cut_off_by_the_wait_for_heads() {
 }
 
 #[tokio::test]
+async fn a_long_prompt_is_filled_with_comments() {
+    let mut server = Server::with(|config| config.keep_alive = Duration::from_millis(1)).await;
+    for (path, request) in [
+        (CHAT, chat()),
+        (COMPLETIONS, json!({"prompt": "Hi"})),
+        ("/generate", json!({"text": "Hi"})),
+    ] {
+        let begin = async |server: &mut Server| {
+            server.plan(Plan::Manual);
+            let (client, request) =
+                (server.client.clone(), with(request.clone(), &json!({"stream": true})));
+            let stream = tokio::spawn(async move { client.stream(path, &request).await });
+            (server.open().await, stream.await.unwrap())
+        };
+        let (open, mut stream) = begin(&mut server).await;
+        assert_eq!(stream.headers["content-type"], "text/event-stream", "{path}");
+        for _ in 0..3 {
+            while !stream.frame().await.unwrap().starts_with(':') {}
+        }
+        for event in output(&tokens("yes"), FinishReason::Stop) {
+            open.events.send(event).unwrap();
+        }
+        let events = stream.events().await;
+        assert!(
+            events.iter().any(|event| event.contains("yes") || event.contains("\"y")),
+            "{events:?}"
+        );
+        assert_eq!(events.last().unwrap(), "[DONE]", "{path}");
+        // A loss after the first comment can be told in the stream alone.
+        let (open, mut stream) = begin(&mut server).await;
+        while !stream.frame().await.unwrap().starts_with(':') {}
+        drop(open);
+        let events = stream.events().await;
+        assert!(events.last().unwrap().contains("\"error\""), "{path}: {events:?}");
+        assert!(!events.iter().any(|event| event.contains("finish_reason\":\"")), "{events:?}");
+    }
+    let metrics = server.client.get("/metrics").await;
+    let line = "sglang:time_to_first_token_seconds_count{model_name=\"dsv4-mini\"} 3\n";
+    assert!(metrics.text().contains(line), "{}", metrics.text());
+    server.finish().await;
+}
+
+#[tokio::test]
 async fn paths_that_are_no_text_get_error_objects_too() {
     let server = Server::start().await;
     let answer = server.client.get("/v1/models/%ff").await;

@@ -98,7 +98,8 @@ fn check_thinking(answers: &[Value]) {
     assert!(reasoning(free).starts_with(&reasoning(short)) && !reasoning(short).is_empty());
     assert_eq!(reasoning(none), "");
     assert_eq!(formed["thought"], 2);
-    let content = |answer: &Value| answer["choice"]["message"]["content"].as_str().unwrap().to_owned();
+    let content =
+        |answer: &Value| answer["choice"]["message"]["content"].as_str().unwrap().to_owned();
     assert!(!content(short).is_empty() && !content(none).is_empty());
     assert!(serde_json::from_str::<Value>(&content(formed)).unwrap()["ok"].is_boolean());
 }

@@ -97,7 +97,11 @@ async fn a_request_is_one_trace_from_router_to_prefill_worker() {
     end([router, decode, prefill]);
 
     let received = received.lock().unwrap();
-    assert!(received.iter().all(|(_, span)| about(span).get("dsv4.request_id") != Some(&"silent".to_owned())));
+    assert!(
+        received
+            .iter()
+            .all(|(_, span)| about(span).get("dsv4.request_id") != Some(&"silent".to_owned()))
+    );
     let (ours, own): (Vec<_>, Vec<_>) =
         received.iter().cloned().partition(|(_, span)| hex(&span.trace_id) == TRACE);
     let route = only(&ours, "dsv4-router", "router");
@@ -193,9 +197,8 @@ async fn the_way_of_a_request_is_seen_while_it_goes_on_and_afterwards() {
     let mut body = greedy(&prompt(900), 2000);
     body["stream"] = json!(true);
     body["logit_bias"] = json!({"1": -100});
-    let mut events = Events::open(&format!("{}/v1/completions", decode.url), &body)
-        .await
-        .expect("a stream");
+    let mut events =
+        Events::open(&format!("{}/v1/completions", decode.url), &body).await.expect("a stream");
     events.next().await.expect("a token").expect("a token");
     let running = eventually("it generates", async || {
         let requests = requests_of(&decode.url).await;
