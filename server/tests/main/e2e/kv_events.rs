@@ -1,13 +1,18 @@
 //! KV events of real servers: a copy that is kept by them is what the server says of itself.
 
 use super::client::{Metrics, complete, eventually, greedy, post};
-use super::cluster::{MODEL, Process, Server, note};
+use super::cluster::{MODEL, PATIENCE, Process, Server, note};
 use super::folder::Folder;
+use super::prompts::prompt;
 use super::warm::talk;
 use crate::kv_events::{Mirror, received, replayed, sleeper, subscribed};
 use serde_json::Value;
+use std::ffi::OsString;
+use std::io::{BufRead as _, BufReader};
 use std::net::SocketAddr;
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
+use tokio::sync::mpsc::unbounded_channel;
+use tokio::time::timeout;
 
 /// Device memory for one long prompt or two.
 const SMALL: &str =
@@ -198,15 +203,22 @@ async fn bad_fields_and_taken_endpoints_are_said_at_start() {
     }
 }
 
-/// The same with libzmq, and with a decoder that is told the types of SGLang's events.
-#[tokio::test]
-async fn python_subscriber_with_libzmq_and_msgspec_reads_what_is_published() {
-    let Some(python) = std::env::var_os(PYTHON) else {
+/// The interpreter; without one a test says that it did nothing, except in CI.
+fn python() -> Option<OsString> {
+    let python = std::env::var_os(PYTHON);
+    if python.is_none() {
         let missing =
             format!("{PYTHON} is not set: libzmq was not tried; `cargo xtask test e2e` sets it");
         assert!(std::env::var_os("CI").is_none_or(|ci| ci != "true"), "{missing}");
-        return note(&missing);
-    };
+        note(&missing);
+    }
+    python
+}
+
+/// The same with libzmq, and with a decoder that is told the types of SGLang's events.
+#[tokio::test]
+async fn python_subscriber_with_libzmq_and_msgspec_reads_what_is_published() {
+    let Some(python) = python() else { return };
     let told = Told::start("null", "");
     let (url, events, replay) = (told.url().to_owned(), told.events.port(), told.replay.port());
     let mut command = Command::new(&python);
@@ -216,4 +228,47 @@ async fn python_subscriber_with_libzmq_and_msgspec_reads_what_is_published() {
     let (out, err) =
         (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success() && out.contains("all is well"), "{out}\n{err}");
+}
+
+/// Ends a process, also when a test fails.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[tokio::test]
+async fn python_example_says_what_a_cache_holds() {
+    let Some(python) = python() else { return };
+    let told = Told::start("null", "--enable-hierarchical-cache=false");
+    let prompt = prompt(700);
+    let path = format!("{}/v1/completions", told.url());
+    // What is asked for before the example comes is replayed, and what is asked for later heard.
+    post(&path, &greedy(&prompt[..300], 1)).await.expect("an answer").ok();
+    let mut command = Command::new(&python);
+    command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/kv_events.py"));
+    command.arg(format!("tcp://{}", told.events)).arg(format!("tcp://{}", told.replay));
+    let mut example = Killed(command.stdout(Stdio::piped()).spawn().expect("the interpreter"));
+    let lines = BufReader::new(example.0.stdout.take().expect("it is piped")).lines();
+    let (send, mut said) = unbounded_channel();
+    std::thread::spawn(move || {
+        // The test may have what it wants.
+        lines.map_while(Result::ok).try_for_each(|line| send.send(line))
+    });
+    let mut until = async |part: &str| loop {
+        let line = timeout(PATIENCE, said.recv()).await.expect("it says something");
+        if line.expect("it goes on").ends_with(part) {
+            return;
+        }
+    };
+    until("1 came, 0 went; there are 1 GPU").await;
+    post(&path, &greedy(&prompt, 1)).await.expect("an answer").ok();
+    until("there are 2 GPU").await;
+    let flush = format!("{}/flush_cache", told.url());
+    post(&flush, &serde_json::json!({})).await.expect("an answer").ok();
+    until("there are none").await;
 }
