@@ -47,7 +47,7 @@ fn names(text: &str) -> BTreeSet<&str> {
     let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
     let words = text.split(|c| !is_name(c));
     let ours = |word: &&str| {
-        ["dsv4:", "sglang:"].iter().any(|prefix| word.starts_with(prefix))
+        ["dsv4:", "dsv4_router:", "sglang:"].iter().any(|prefix| word.starts_with(prefix))
             || *word == "http_requests_total"
     };
     words.filter(ours).map(|word| word.trim_end_matches("_bucket")).collect()
@@ -58,7 +58,11 @@ async fn metrics_in_dashboard_and_alerts_are_metrics() {
     let folder = Folder::new();
     let flags = format!("--hicache-storage-dir {}", folder.0.display());
     let server = Server::worker("both", &flags);
-    let there = get(&format!("{}/metrics", server.url)).await.expect("metrics").text();
+    let router = Server::router(&[&server], "");
+    let mut there = String::new();
+    for url in [&server.url, &router.url] {
+        there += &get(&format!("{url}/metrics")).await.expect("metrics").text();
+    }
     let there: BTreeSet<&str> =
         there.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).collect();
     for file in ["grafana.json", "alerts.yaml"] {
