@@ -1,6 +1,7 @@
 //! The router in front of workers that do what a test says.
 
 use crate::client::{Client, read_some};
+use crate::http::page_files;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::State;
@@ -436,10 +437,7 @@ async fn the_router_has_its_own_pages() {
     assert!(metrics.text().lines().any(|line| line == ready), "{}", metrics.text());
     let served = "dsv4_router:responses_total{handler=\"/v1/models\",status=\"200\"} 1";
     assert!(metrics.text().lines().any(|line| line == served), "{}", metrics.text());
-    assert_eq!(
-        front.client.get("/").await.header("content-type"),
-        Some("text/html; charset=utf-8")
-    );
+    page_files(&front.client).await;
     assert_eq!(front.client.get("/v1/x").await.status, 404);
     let wrong = front.client.ask(Method::DELETE, CHAT, &[], "").await;
     assert_eq!(wrong.status, 405);
