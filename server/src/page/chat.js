@@ -104,8 +104,9 @@ function setRunning(controller) {
 }
 
 async function ask() {
-  const answer = new Answer(addTurn("assistant", "Answer"));
   const id = newRequestId();
+  const answer = new Answer(addTurn("assistant", "Answer"));
+  answer.turn.dataset.request = id;
   const controller = new AbortController();
   const conversation = messages.at(-1);
   let outcome = "failed";

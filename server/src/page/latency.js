@@ -1,7 +1,7 @@
 // Times to the first token and between tokens of the last minutes, from requests that were seen.
 
 import { $, duration, el, redraw, say, svg } from "./dom.js";
-import { endOf, startOf } from "./way.js";
+import { endOf, isEnded, startOf } from "./way.js";
 
 const MINUTES = 5;
 const SAMPLES_MAX = 2000;
@@ -14,7 +14,7 @@ const seen = new Set();
 function collect(ways, now) {
   for (const [id, way] of ways) {
     const [main] = way;
-    if (main.role === "prefill" || main.outcome !== "finished" || seen.has(id)) continue;
+    if (main.role === "prefill" || !isEnded(way) || main.outcome !== "finished" || seen.has(id)) continue;
     const decode = main.stages.find((stage) => stage.name === "decode");
     if (!decode) continue;
     seen.add(id);

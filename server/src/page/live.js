@@ -78,7 +78,7 @@ async function look() {
   }
   const { response, body } = reached;
   if (response.status === 401) {
-    showStatus("locked", "an API key is wanted");
+    showStatus("locked");
     await keyGiven();
     isAsked = true;
     return;

@@ -137,14 +137,16 @@ export function showTopology(stats, numbers) {
   const width = Math.max(280, $("topology").clientWidth || 360);
   redraw($("topology"), { ...picture, width }, () => {
     const { places, boxes, height } = layOut(picture, width);
-    return [svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-labelledby": "topology-title" },
+    return [svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-labelledby": "topology-title", "aria-describedby": "links" },
       ...picture.links.map((link) => drawLink(link, places)), ...boxes.map(drawBox))];
   });
   const rate = numbers.rate("dsv4:transfer_bytes_pulled_total");
-  const shown = { links: picture.links, rate: rate ? bytes(rate) + "/s of pages" : "" };
+  const isAlone = (stats.workers || []).every((worker) => worker.role === "unified");
+  const none = isAlone && !stats.processes ? "No links: prompts are computed here." : "Nobody is connected.";
+  const shown = { links: picture.links, none, rate: rate ? bytes(rate) + "/s of pages" : "" };
   redraw($("links"), shown, () => [
     ...picture.links.map(linkLine),
     shown.rate && el("li", { class: "numbers", text: shown.rate }),
-    picture.links.length === 0 && el("li", { text: "No links: this worker computes prompts itself." }),
+    picture.links.length === 0 && el("li", { text: none }),
   ]);
 }

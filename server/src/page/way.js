@@ -27,13 +27,16 @@ export function entriesOf(stats) {
     (worker.requests || []).map((entry) => ({ at, ...entry })));
 }
 
-/* Entries of one request: the side that answers first, then the one that only computes. */
+/* Entries of one request: the side that answers first, then the one that only computes. A client may
+   use a name again; then the newest request has it, and the others have it with a number. */
 export function waysOf(stats) {
   const ways = new Map();
   for (const entry of entriesOf(stats)) {
-    const way = ways.get(entry.id);
-    if (way) way.push(entry);
-    else ways.set(entry.id, [entry]);
+    const isTaken = (way) => way.some(({ at, role }) => at === entry.at && role === entry.role);
+    let key = entry.id;
+    for (let n = 2; ways.has(key) && isTaken(ways.get(key)); n += 1) key = entry.id + " " + n;
+    if (ways.has(key)) ways.get(key).push(entry);
+    else ways.set(key, [entry]);
   }
   for (const way of ways.values()) way.sort((a, b) => (a.role === "prefill") - (b.role === "prefill"));
   return ways;

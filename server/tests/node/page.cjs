@@ -23,8 +23,11 @@ let browser = null;
 const long = (name, sentences = 400) => `Note ${name}. ${FILLER.repeat(sentences)}\n\n${QUESTION}`;
 const open = (options) => Visit.open(browser, url, options);
 
-/* Row of the newest request in the list that the page itself has sent. */
-const newest = (visit) => visit.page.locator("#requests li[data-id^=page-]").first();
+/* Row of an answer's request in the list; `at` narrows it to a moment. */
+async function rowOf(turn, at = "") {
+  const id = await turn.getAttribute("data-request");
+  return turn.page().locator(`#requests li[data-id="${id}"]${at}`);
+}
 
 /* A request that somebody else has sent, and its end. */
 function another(text) {
@@ -35,14 +38,13 @@ function another(text) {
 
 /* Collects in the page what it showed, moment by moment: whatever a person could have seen. */
 const record = (visit) => visit.page.evaluate(() => {
-  const seen = { stages: [], progress: [], links: 0, calls: 0, ways: [] };
+  const seen = { stages: [], progress: [], calls: 0 };
   const add = (list, value) => { if (value !== undefined && list.at(-1) !== value) list.push(value); };
   const look = () => {
-    const row = document.querySelector("#requests li[data-id^=page-]");
+    const turn = [...document.querySelectorAll(".turn.assistant")].at(-1);
+    const row = turn && document.querySelector(`#requests li[data-id="${turn.dataset.request}"]`);
     add(seen.stages, row?.dataset.stage);
     add(seen.progress, row?.querySelector("progress")?.value);
-    add(seen.ways, document.querySelector(".turn[aria-busy] .way [data-stage]")?.dataset.stage);
-    if (document.querySelector("#topology .link.active")) seen.links += 1;
     if (document.querySelector(".turn[aria-busy] .call code")?.textContent) seen.calls += 1;
   };
   new MutationObserver(look).observe(document.body, { subtree: true, childList: true, characterData: true, attributes: true });
@@ -136,7 +138,7 @@ const checks = {
     await visit.page.getByRole("button", { name: "Stop" }).click();
     await visit.answered(turn);
     assert.equal(await turn.locator(".meta").innerText(), "stopped");
-    await visit.page.locator("#requests li[data-id^=page-][data-outcome=cancelled]").waitFor();
+    await (await rowOf(turn, "[data-stage=ended][data-outcome=cancelled]")).waitFor();
     // It goes on as if nothing had been.
     await visit.settings();
     await visit.page.getByRole("button", { name: "New chat" }).click();
@@ -162,8 +164,8 @@ const checks = {
     const [checked, text] = [await visit.counter("checked"), long("of a hand-off")];
     const turn = await visit.send(text);
     // Each of these is waited for while the prompt is on its way; they would not come after it.
-    const row = newest(visit);
-    await visit.page.locator("#requests li[data-id^=page-][data-stage=hand_off] progress").waitFor();
+    const row = await rowOf(turn);
+    await (await rowOf(turn, "[data-stage=hand_off] progress")).waitFor();
     await visit.page.locator("#topology .link.active").waitFor();
     await visit.page.locator("#links li[data-moving=true]", { hasText: "pages moving" }).waitFor();
     await turn.locator(".way [data-stage=hand_off]", { hasText: /hand-off from .* over / }).waitFor();
@@ -172,7 +174,7 @@ const checks = {
     await visit.picture("desktop-dark");
     await visit.page.emulateMedia({ colorScheme: "light" });
     await visit.answered(turn);
-    await visit.page.locator("#requests li[data-id^=page-][data-stage=ended][data-outcome=finished]").waitFor();
+    await (await rowOf(turn, "[data-stage=ended][data-outcome=finished]")).waitFor();
     const seen = await recorded(visit);
     assert.ok(seen.stages.indexOf("hand_off") >= 0 && seen.stages.indexOf("hand_off") < seen.stages.indexOf("ended"), seen.stages.join());
     assert.ok(seen.progress.length >= 3, "the progress moved: " + seen.progress);
@@ -190,13 +192,13 @@ const checks = {
   async check_both_workers_show_their_side() {
     const visit = await open();
     const turn = await visit.send(long("of both sides"));
-    await visit.page.locator("#requests li[data-id^=page-] .segment.prefill").waitFor();
+    await (await rowOf(turn, " .segment.prefill")).waitFor();
     await visit.page.locator("#topology .box", { hasText: "prefill worker" }).waitFor();
     await visit.page.locator("#topology .box", { hasText: "decode worker" }).waitFor();
     assert.equal(await visit.page.locator("#topology .link").count(), 1, "one link, named by both");
     await visit.page.locator("#topology .link.active").waitFor();
     await visit.answered(turn);
-    assert.equal(await newest(visit).locator(".lane").count(), 2);
+    assert.equal(await (await rowOf(turn)).locator(".lane").count(), 2);
     await visit.close();
   },
 
@@ -205,7 +207,7 @@ const checks = {
     const first = another(long("of another"));
     await visit.page.locator("#requests li:not([data-id^=page-]):not([data-stage=ended]):not([data-stage=queue])").waitFor();
     const turn = await visit.send(RECALL);
-    await visit.page.locator("#requests li[data-id^=page-][data-stage=queue]").waitFor();
+    await (await rowOf(turn, "[data-stage=queue]")).waitFor();
     await turn.locator(".way [data-stage=queue]").waitFor();
     assert.equal(await visit.answered(turn), FACT);
     assert.equal((await first).status, 200);
@@ -234,7 +236,7 @@ const checks = {
     await visit.status("ready");
     assert.ok(!(await key.isVisible()));
     assert.equal(await visit.ask(RECALL), FACT);
-    await newest(visit).waitFor();
+    await (await rowOf(visit.page.locator(".turn.assistant"), "[data-stage=ended]")).waitFor();
     await visit.page.reload();
     await visit.status("ready");
     assert.ok(!(await key.isVisible()), "this tab keeps it");
@@ -271,7 +273,7 @@ const checks = {
     assert.equal(await visit.page.locator("#live").isVisible(), false);
     await visit.page.getByRole("button", { name: "Live" }).click();
     assert.equal(await visit.page.locator("#chat").isVisible(), false);
-    await newest(visit).waitFor();
+    await (await rowOf(turn)).waitFor();
     await visit.page.locator("#topology .link.active").waitFor();
     await visit.picture("phone-live");
     assert.equal(await width(), PHONE.width, "with the live view");
@@ -286,16 +288,16 @@ const checks = {
 
   async check_the_keyboard_is_enough() {
     const visit = await open();
-    await visit.page.evaluate(() => document.activeElement.blur());
-    const stops = [];
-    for (let n = 0; n < 14; n += 1) stops.push(await tabbed(visit));
+    // Once around and on: it begins in the field for a message, where it is left when the page comes.
+    let stops = [];
+    for (let n = 0; n < 40; n += 1) stops.push(await tabbed(visit));
+    stops = stops.slice(stops.findIndex(({ id }) => id === "skip"));
     for (const stop of stops.filter(({ id }) => id !== "BODY")) assert.ok(stop.outline >= 2, "focus is to be seen: " + stop.id);
     const order = stops.map(({ id }) => id);
     const at = ["skip", "log", "prompt", "send", "live"].map((id) => order.indexOf(id));
     assert.ok(at.every((place) => place >= 0), "all are reached: " + order);
     assert.deepEqual(at, [...at].sort((a, b) => a - b), "in the order of reading: " + order);
-    await visit.page.evaluate(() => document.activeElement.blur());
-    await visit.page.keyboard.press("Tab");
+    while ((await tabbed(visit)).id !== "skip");
     await visit.page.keyboard.press("Enter");
     await visit.page.keyboard.type("Count from 3 to 9.");
     await visit.page.keyboard.press("Enter");
@@ -321,7 +323,7 @@ const checks = {
     await visit.page.getByLabel("Result of get_weather").waitFor();
     const turn = await visit.send(long("of names"));
     await turn.locator("progress").waitFor();
-    await newest(visit).locator("progress").waitFor();
+    await (await rowOf(turn, " progress")).waitFor();
     assert.deepEqual(await visit.page.evaluate(unnamedThings), []);
     await visit.answered(turn);
     await visit.page.locator("#ttft .dot").first().waitFor();
@@ -336,8 +338,9 @@ const checks = {
   async check_dark_and_light_can_be_read() {
     const visit = await open();
     await visit.setThinking(true);
-    await visit.ask(RECALL);
-    await newest(visit).waitFor();
+    const turn = await visit.send(RECALL);
+    await visit.answered(turn);
+    await (await rowOf(turn, "[data-stage=ended]")).waitFor();
     await visit.page.locator("#counters > summary").click();
     const grounds = [];
     for (const colorScheme of ["light", "dark"]) {
