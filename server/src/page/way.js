@@ -78,12 +78,15 @@ export function bars(way) {
   });
 }
 
-/* How much of the prompt is there, while it is not all there; else nothing. */
+/* How much of the prompt is there, while it is not all there; else nothing. Of a prompt that is computed
+   by another process a decode worker learns only at the end how much there is. */
 export function progressOf(way) {
   const [main] = way;
   if (!PROMPT_STAGES.has(main.stage) || !main.prompt_tokens) return null;
   const done = Math.min(main.prompt_tokens, Math.max(...way.map((entry) => entry.computed_tokens)));
-  return { done, of: main.prompt_tokens, text: grouped(done) + " of " + grouped(main.prompt_tokens) + " prompt tokens" };
+  const of = main.prompt_tokens;
+  if (main.stage === "hand_off" && done === 0) return { done: null, of, text: grouped(of) + " prompt tokens, computed there" };
+  return { done, of, text: grouped(done) + " of " + grouped(of) + " prompt tokens" };
 }
 
 export function progressBar(progress, label) {

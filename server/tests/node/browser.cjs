@@ -6,7 +6,7 @@ const assert = require("node:assert/strict");
 const { chromium } = require("playwright-core");
 
 /* Longest wait for anything; reaching it is a failure, not a measurement. */
-const PATIENCE = 240000;
+const PATIENCE = 120000;
 const ARGUMENTS = [
   "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
   "--disable-component-update", "--disable-sync",
