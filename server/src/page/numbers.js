@@ -98,7 +98,7 @@ export function showFigures(numbers, stats) {
   const figures = [
     ["running", short(numbers.front("sglang:num_running_reqs"))],
     ["queued", short(numbers.front("sglang:num_queue_reqs"))],
-    ["tokens/s", short(Math.round(speed * 10) / 10)],
+    ["tokens/s", speed ? speed.toFixed(1) : "0"],
     ["from cache", prompts ? Math.round(100 * total("cached_tokens") / prompts) + " %" : "-"],
     ["handed over", short(numbers.front("dsv4:handoffs_total"))],
     ["requests", short(total("requests"))],

@@ -24,7 +24,7 @@ function row(way) {
     progress && el("div", { class: "progress" }, progressBar(progress, "Prompt tokens that are there"),
       el("span", { class: "small numbers", text: progress.text })),
     ...bars(way),
-    el("div", { class: "small numbers", text: [tokensText(way), stagesText(main)].filter(Boolean).join(" · ") }),
+    el("div", { class: "small numbers", text: [!progress && tokensText(way), stagesText(main)].filter(Boolean).join(" · ") }),
     main.reason && el("div", { class: "small " + tone, text: main.reason }),
   ];
 }

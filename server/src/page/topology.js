@@ -4,7 +4,7 @@ import { $, bytes, el, redraw, svg } from "./dom.js";
 import { entriesOf } from "./way.js";
 
 const BOX = { height: 58, gap: 10, width: 200 };
-const LINK = 52;
+const LINK = 60;
 /* Most boxes in a row; further ones are counted in the last. */
 const BOXES_MAX = 3;
 

@@ -186,6 +186,8 @@ const checks = {
     assert.equal(await visit.counter("mismatches"), 0);
     await visit.page.locator("#ttft .dot").first().waitFor();
     assert.match(await visit.page.locator("#ttft-text").innerText(), /^median .* 95 % within .* request/);
+    await visit.page.getByRole("heading", { name: "Verification" }).evaluate((node) => node.scrollIntoView());
+    await visit.picture("details");
     await visit.close();
   },
 
@@ -273,7 +275,9 @@ const checks = {
     await visit.settings();
     assert.equal(await width(), PHONE.width, "with settings");
     await visit.page.locator("#settings > summary").click();
-    const turn = await visit.send("x".repeat(300) + long("of a phone"));
+    await visit.ask("x".repeat(300));
+    assert.equal(await width(), PHONE.width, "with a long word");
+    const turn = await visit.send(long("of a phone"));
     await turn.locator(".way progress").waitFor();
     await visit.picture("phone-chat");
     assert.equal(await visit.page.locator("#live").isVisible(), false);
