@@ -2,7 +2,8 @@
 
 use crate::test::{Layer, Numbers, Runner};
 use crate::{
-    bench, browser, docs, etcd, external, fences, kernels, moto, python, sh, test, tidy, ucx, versions,
+    bench, browser, docs, etcd, external, fences, kernels, moto, python, sh, test, tidy, ucx,
+    versions,
 };
 use anyhow::{Context as _, Result};
 use std::time::Instant;

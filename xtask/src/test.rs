@@ -6,8 +6,8 @@
 mod layers;
 mod tally;
 
-use crate::sh::{self, Watch};
 use crate::browser::{self, Browser};
+use crate::sh::{self, Watch};
 use crate::{etcd, metadata, moto, node, python, ucx};
 use anyhow::{Context as _, Result, bail};
 pub(crate) use layers::Layer;

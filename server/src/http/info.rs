@@ -1,7 +1,7 @@
 //! `GET` endpoints: models, health, metrics, the data of the page.
 
-use super::error::ApiError;
 use super::AppState;
+use super::error::ApiError;
 use crate::engine::{EngineInfo, Health, Metric, WorkerView};
 use crate::journey::{JourneyView, Outcome};
 use axum::Json;

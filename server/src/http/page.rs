@@ -123,7 +123,12 @@ mod tests {
     /// What the policy forbids would only be seen in a browser.
     #[test]
     fn nothing_in_the_page_is_against_its_policy() {
-        assert!(!INDEX.contains("<style") && !INDEX.contains(" style=") && !INDEX.contains("data:"));
-        assert_eq!(INDEX.matches("<script").count(), INDEX.matches("<script type=\"module\" src=").count());
+        assert!(
+            !INDEX.contains("<style") && !INDEX.contains(" style=") && !INDEX.contains("data:")
+        );
+        assert_eq!(
+            INDEX.matches("<script").count(),
+            INDEX.matches("<script type=\"module\" src=").count()
+        );
     }
 }

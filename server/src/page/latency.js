@@ -5,7 +5,7 @@ import { endOf, isEnded, startOf } from "./way.js";
 
 const MINUTES = 5;
 const SAMPLES_MAX = 2000;
-const PLOT = { height: 118, left: 44, right: 8, top: 8, bottom: 20 };
+const PLOT = { height: 118, left: 52, right: 8, top: 8, bottom: 20 };
 
 const samples = [];
 const seen = new Set();

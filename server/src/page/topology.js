@@ -47,7 +47,7 @@ function addWorkers(picture, workers, at, moving) {
       const [front, prefill] = isFront(worker.role) ? [own[index], other] : [other, own[index]];
       picture.links.push({
         from: prefill.id, to: front.id, peer: peer.address, state: peer.state, transport: peer.transport,
-        moving: moving(worker.role, peer), text: front.name + " ← " + prefill.name + (isInside ? "" : " " + other.place),
+        moving: moving(worker.role, peer), text: front.name + (at ? " " + at : "") + " ← " + prefill.name + (isInside ? "" : " " + other.place),
       });
     }
   });
@@ -70,8 +70,10 @@ function pictureOf(stats, numbers) {
     const workers = process.stats?.workers || [];
     if (workers.length) addWorkers(picture, workers, process.address, moves(process.address));
     else picture.add("front", { id: process.address + "#0", name: "worker", place: process.address, text: process.status });
+    // Requests go to the worker that answers them.
+    const front = Math.max(0, workers.findIndex((worker) => isFront(worker.role)));
     picture.links.push({
-      from: router.id, to: process.address + "#0", peer: process.address, state: process.status, transport: "HTTP",
+      from: router.id, to: process.address + "#" + front, peer: process.address, state: process.status, transport: "HTTP",
       moving: process.under_way > 0, text: "router → " + process.address, note: process.reason,
     });
   }

@@ -3,8 +3,8 @@
 use super::RouterState;
 use super::errand::Errand;
 use super::workers::{Worker, WorkerHealth};
-use crate::http::error::ApiError;
 use crate::http::access::X_API_KEY;
+use crate::http::error::ApiError;
 use crate::http::{HEADER_TIMEOUT, RequestId, collect_body};
 use axum::body::Body;
 use axum::extract::{Extension, State};
@@ -69,7 +69,8 @@ pub(super) async fn check(
 /// The headers of a request that say who asks.
 pub(super) fn credentials(headers: &HeaderMap) -> HeaderMap {
     let names = [header::AUTHORIZATION, X_API_KEY];
-    let given = names.into_iter().filter_map(|name| Some((name.clone(), headers.get(name)?.clone())));
+    let given =
+        names.into_iter().filter_map(|name| Some((name.clone(), headers.get(name)?.clone())));
     given.collect()
 }
 

@@ -46,7 +46,8 @@ async fn a_key_is_wanted_where_there_are_keys() {
     for open in ["/", "/assets/page.js", "/health", "/metrics"] {
         assert_eq!(server.client.get(open).await.status, 200, "{open}");
     }
-    for closed in ["/stats.json", "/v1/models", "/nothing", "/metricsx", "/assetsx", "/index.html"] {
+    for closed in ["/stats.json", "/v1/models", "/nothing", "/metricsx", "/assetsx", "/index.html"]
+    {
         assert_eq!(server.client.get(closed).await.status, 401, "{closed}");
     }
     let (status, error) = ask(&server.client, "/v1/messages", &[]).await;

@@ -811,7 +811,9 @@ async fn the_page_and_its_files_are_served() {
     let server = Server::start().await;
     let files = page_files(&server.client).await;
     assert!(files.iter().any(|file| file.text().contains("v1/chat/completions")));
-    for path in ["/assets/none.js", "/assets/", "/assets/a/b", "/assets/%ff", "/assets/..%2fCargo.toml"] {
+    for path in
+        ["/assets/none.js", "/assets/", "/assets/a/b", "/assets/%ff", "/assets/..%2fCargo.toml"]
+    {
         assert_eq!(server.client.get(path).await.status, 404, "{path}");
     }
     let posted = server.client.post("/assets/page.js", &json!({})).await;

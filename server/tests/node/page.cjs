@@ -20,7 +20,7 @@ let url = null;
 let browser = null;
 
 /* A prompt that takes a while; each name gives another one, so that no cache has it. */
-const long = (name, sentences = 400) => `Note ${name}. ${FILLER.repeat(sentences)}\n\n${QUESTION}`;
+const long = (name, sentences = 400) => `Note ${name}. ${FACT} ${FILLER.repeat(sentences)}\n\n${QUESTION}`;
 const open = (options) => Visit.open(browser, url, options);
 
 /* Row of an answer's request in the list; `at` narrows it to a moment. */
@@ -113,7 +113,6 @@ const checks = {
     assert.deepEqual(JSON.parse(await call.locator("code").innerText()), { city: "Lima", days: 3 });
     assert.ok((await recorded(visit)).calls > 0, "the call was to be seen before the answer was complete");
     assert.ok(await result.evaluate((node) => node === document.activeElement), "the result can be typed at once");
-    await visit.picture("tool-call");
     await result.fill(RESULT);
     await visit.page.keyboard.press("Enter");
     const final = visit.page.locator(".turn.assistant").nth(1);
@@ -166,14 +165,10 @@ const checks = {
     // Each of these is waited for while the prompt is on its way; they would not come after it.
     const row = await rowOf(turn);
     await (await rowOf(turn, "[data-stage=hand_off] progress")).waitFor();
-    await visit.page.locator("#topology .link.active").waitFor();
+    await visit.page.locator("#topology .link.active", { hasNotText: "HTTP" }).waitFor();
     await visit.page.locator("#links li[data-moving=true]", { hasText: "pages moving" }).waitFor();
     await turn.locator(".way [data-stage=hand_off]", { hasText: /hand-off from .* over / }).waitFor();
-    await visit.picture("desktop-light");
-    await visit.page.emulateMedia({ colorScheme: "dark" });
-    await visit.picture("desktop-dark");
-    await visit.page.emulateMedia({ colorScheme: "light" });
-    await visit.answered(turn);
+    assert.equal(await visit.answered(turn), FACT);
     await (await rowOf(turn, "[data-stage=ended][data-outcome=finished]")).waitFor();
     const seen = await recorded(visit);
     const order = ["hand_off", "decode", "ended"].map((stage) => seen.stages.indexOf(stage)).filter((at) => at >= 0);
@@ -186,8 +181,6 @@ const checks = {
     assert.equal(await visit.counter("mismatches"), 0);
     await visit.page.locator("#ttft .dot").first().waitFor();
     assert.match(await visit.page.locator("#ttft-text").innerText(), /^median .* 95 % within .* request/);
-    await visit.page.getByRole("heading", { name: "Verification" }).evaluate((node) => node.scrollIntoView());
-    await visit.picture("details");
     await visit.close();
   },
 
@@ -199,8 +192,13 @@ const checks = {
     await visit.page.locator("#topology .box", { hasText: "prefill worker" }).waitFor();
     await visit.page.locator("#topology .box", { hasText: "decode worker" }).waitFor();
     assert.equal(await visit.page.locator("#topology .link").count(), 1, "one link, named by both");
-    await visit.page.locator("#topology .link.active").waitFor();
+    await visit.page.locator("#topology .link.active", { hasNotText: "HTTP" }).waitFor();
     await turn.locator(".way", { hasText: / [\d,]+ of 4,\d+ prompt tokens/ }).waitFor();
+    await visit.page.waitForFunction(() => document.querySelector("#requests progress")?.position > 0.2);
+    await visit.picture("desktop-light");
+    await visit.page.emulateMedia({ colorScheme: "dark" });
+    await visit.picture("desktop-dark");
+    await visit.page.emulateMedia({ colorScheme: "light" });
     await visit.answered(turn);
     await (await rowOf(turn, "[data-stage=ended]")).waitFor();
     assert.equal(await (await rowOf(turn)).locator(".lane").count(), 2);
@@ -227,7 +225,8 @@ const checks = {
     await visit.page.locator("#topology .box", { hasText: "router" }).waitFor();
     await visit.page.locator("#topology .box", { hasText: "decode worker" }).waitFor();
     await visit.page.locator("#topology .box", { hasText: "prefill worker" }).waitFor();
-    await visit.page.locator("#links li", { hasText: "decode worker ← prefill worker" }).waitFor();
+    await visit.page.locator("#links li", { hasText: /decode worker .* ← prefill worker/ }).waitFor();
+    await visit.picture("router");
     await visit.close();
   },
 
@@ -272,6 +271,7 @@ const checks = {
     await visit.page.getByRole("button", { name: /weather be in Lima/ }).click();
     await visit.page.getByLabel("Result of get_weather").waitFor();
     assert.equal(await width(), PHONE.width, "with a tool call");
+    await visit.picture("phone-tool-call");
     await visit.settings();
     assert.equal(await width(), PHONE.width, "with settings");
     await visit.page.locator("#settings > summary").click();
@@ -284,7 +284,7 @@ const checks = {
     await visit.page.getByRole("button", { name: "Live" }).click();
     assert.equal(await visit.page.locator("#chat").isVisible(), false);
     await (await rowOf(turn)).waitFor();
-    await visit.page.locator("#topology .link.active").waitFor();
+    await visit.page.locator("#topology .link.active", { hasNotText: "HTTP" }).waitFor();
     await visit.picture("phone-live");
     assert.equal(await width(), PHONE.width, "with the live view");
     const wide = await visit.page.evaluate(() => [...document.querySelectorAll("#live *")]
@@ -337,6 +337,8 @@ const checks = {
     assert.deepEqual(await visit.page.evaluate(unnamedThings), []);
     await visit.answered(turn);
     await visit.page.locator("#ttft .dot").first().waitFor();
+    await visit.page.getByRole("heading", { name: "Verification" }).evaluate((node) => node.scrollIntoView());
+    await visit.picture("details");
     await visit.page.locator("#counters > summary").click();
     await visit.page.locator("#samples > summary").click();
     await visit.page.locator("#rows table").first().waitFor();
