@@ -77,8 +77,9 @@ export class Answer {
       const cached = usage.prompt_tokens_details?.cached_tokens;
       parts.push(counted(usage.prompt_tokens, "prompt token") + (cached ? " (" + cached + " cached)" : ""));
       parts.push(usage.completion_tokens + " generated");
-      if (usage.completion_tokens > 1 && ended > first) {
-        parts.push((1000 * usage.completion_tokens / (ended - first)).toFixed(1) + " tokens/s");
+      // Of an answer that came in one piece the browser cannot tell how fast it was made.
+      if (usage.completion_tokens > 1 && ended - first >= 100) {
+        parts.push((1000 * (usage.completion_tokens - 1) / (ended - first)).toFixed(1) + " tokens/s");
       }
     }
     parts.push("first after " + Math.round(first - begun) + " ms");

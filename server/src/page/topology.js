@@ -1,6 +1,6 @@
 // Workers as boxes, and the links between them, with what moves over them.
 
-import { $, bytes, el, redraw, svg } from "./dom.js";
+import { $, bytes, counted, el, redraw, svg } from "./dom.js";
 import { entriesOf } from "./way.js";
 
 const BOX = { height: 58, gap: 10, width: 200 };
@@ -65,7 +65,7 @@ function pictureOf(stats, numbers) {
     addWorkers(picture, stats.workers || [], "", moves(""));
     return picture;
   }
-  const router = picture.add("router", { id: "router", name: "router", place: "this process", text: stats.processes.length + " workers" });
+  const router = picture.add("router", { id: "router", name: "router", place: "this process", text: counted(stats.processes.length, "worker") });
   for (const process of stats.processes) {
     const workers = process.stats?.workers || [];
     if (workers.length) addWorkers(picture, workers, process.address, moves(process.address));

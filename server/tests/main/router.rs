@@ -90,7 +90,10 @@ impl Worker {
             let status = *state.health.lock().unwrap();
             (status, json!({"status": "x", "reason": "because"}).to_string())
         };
-        let stats = || async { json!({"info": {"model": "m"}, "workers": []}).to_string() };
+        let stats = |headers: HeaderMap| async move {
+            let seen = headers.get("authorization").map(|key| key.to_str().unwrap().to_owned());
+            json!({"info": {"model": "m"}, "workers": [], "key": seen}).to_string()
+        };
         let app = Router::new()
             .route("/health", get(health))
             .route("/stats.json", get(stats))
@@ -432,6 +435,10 @@ async fn the_router_has_its_own_pages() {
     assert_eq!(stats["info"]["model"], "m");
     assert_eq!(stats["processes"][0]["stats"]["workers"], json!([]));
     assert_eq!(stats["processes"][1]["stats"], Value::Null);
+    // A worker that wants a key gets that of whoever asks.
+    let key = [("authorization", "Bearer k")];
+    let stats = front.client.ask(Method::GET, "/stats.json", &key, "").await.json();
+    assert_eq!(stats["processes"][0]["stats"]["key"], "Bearer k");
     let metrics = front.client.get("/metrics").await;
     let ready = format!("dsv4_router:worker_ready{{worker=\"{}\"}} 1", a.address);
     assert!(metrics.text().lines().any(|line| line == ready), "{}", metrics.text());
