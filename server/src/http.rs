@@ -36,6 +36,7 @@ mod messages;
 mod messages_request;
 pub mod metrics;
 mod native;
+pub mod page;
 mod parse;
 mod pieces;
 mod prompt;
@@ -68,10 +69,6 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::Semaphore;
 
-/// The web page, self-contained.
-pub const PAGE: &str = include_str!("page/index.html");
-/// Content type of the page.
-pub(crate) const HTML: &str = "text/html; charset=utf-8";
 /// Header that names a request in logs of client, router and worker.
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Header that says which trace a request belongs to.
@@ -217,7 +214,7 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
         names,
     });
     Router::new()
-        .route("/", get(info::page))
+        .merge(page::routes())
         .route("/health", get(info::health))
         .route("/metrics", get(info::metrics))
         .route("/stats.json", get(info::stats))
@@ -358,6 +355,7 @@ pub(crate) fn known_path(path: &str) -> &'static str {
     match PATHS.into_iter().find(|&known| known == path) {
         Some(known) => known,
         None if path.starts_with("/v1/models/") => "/v1/models/{id}",
+        None if page::is_asset(path) => "/assets/{name}",
         None => "other",
     }
 }

@@ -14,7 +14,7 @@ mod view;
 mod workers;
 
 use crate::http::error::{ApiError, ErrorStyle};
-use crate::http::{HTML, PAGE, RequestId, known_path, no_path, wrong_method};
+use crate::http::{RequestId, known_path, no_path, page, wrong_method};
 use crate::net::discovery::{
     self, Change, DiscoveryUrl, Leases, Listening, Member, Members, Notice, Pace,
 };
@@ -22,7 +22,6 @@ use crate::net::otlp::Traces;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
-use axum::http::header;
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -144,7 +143,7 @@ impl ReverseProxy {
     pub fn app(&self) -> Router {
         let state = Arc::clone(&self.0);
         Router::new()
-            .route("/", get(page))
+            .merge(page::routes())
             .route("/health", get(view::health))
             .route("/metrics", get(view::metrics))
             .route("/stats.json", get(view::stats))
@@ -250,10 +249,6 @@ pub fn app(config: RouterConfig) -> Result<Router, RouterError> {
     let router = proxy.app();
     tokio::spawn(proxy.watch_workers());
     Ok(router)
-}
-
-async fn page() -> impl IntoResponse {
-    ([(header::CONTENT_TYPE, HTML), (header::CACHE_CONTROL, "no-cache")], PAGE)
 }
 
 /// Gives every request an id and counts every response.

@@ -2,7 +2,8 @@
 
 use crate::test::{Layer, Numbers, Runner};
 use crate::{
-    bench, docs, etcd, external, fences, kernels, moto, python, sh, test, tidy, ucx, versions,
+    bench, browser, docs, etcd, external, fences, kernels, moto, python, sh, test, tidy, ucx,
+    versions,
 };
 use anyhow::{Context as _, Result};
 use std::time::Instant;
@@ -12,7 +13,7 @@ type Step = (&'static str, fn() -> Result<()>);
 
 /// Steps in order: what fails fast first, the tests last, so that the closing line of the test
 /// runner is the last output.
-const STEPS: [Step; 17] = [
+const STEPS: [Step; 18] = [
     ("fmt", fmt),
     ("tidy", tidy::run),
     ("fences", fences::run),
@@ -24,6 +25,7 @@ const STEPS: [Step; 17] = [
     ("ucx", || ucx::ensure().map(drop)),
     ("moto", || moto::ensure().map(drop)),
     ("etcd", || etcd::ensure().map(drop)),
+    ("browser", || browser::ensure().map(drop)),
     ("kernels", kernels::check),
     ("build", build),
     ("external", external::run),

@@ -8,7 +8,9 @@
 )]
 
 mod bench;
+mod browser;
 mod ci;
+mod debian;
 mod docs;
 mod etcd;
 mod external;

@@ -1,4 +1,4 @@
-//! The Node package of the end-to-end tests: OpenAI's client, below the target folder.
+//! Node packages of the end-to-end tests, below the target folder: OpenAI's client, and others by name.
 
 use crate::sh;
 use anyhow::{Context as _, Result, bail};
@@ -25,16 +25,22 @@ pub(crate) fn ensure() -> Result<PathBuf> {
         }
         return Ok(path);
     }
-    let folder = sh::root().join("target/node");
+    install("node", PACKAGE)
+}
+
+/// Installs a package to a folder of its own below the target folder, if it is not there or out of
+/// date; gives the folder. No script of the package runs.
+pub(crate) fn install(name: &str, package: &str) -> Result<PathBuf> {
+    let folder = sh::root().join("target").join(name);
     let stamp = folder.join("package.txt");
-    if std::fs::read_to_string(&stamp).is_ok_and(|have| have == PACKAGE) {
+    if std::fs::read_to_string(&stamp).is_ok_and(|have| have == package) {
         return Ok(folder);
     }
-    std::fs::create_dir_all(&folder).context("make the folder of the Node package")?;
+    std::fs::create_dir_all(&folder).with_context(|| format!("make {}", folder.display()))?;
     let mut npm = sh::command("npm");
     npm.args(["install", "--no-save", "--no-audit", "--no-fund", "--ignore-scripts"]);
-    npm.args(["--loglevel", "error", "--prefix"]).arg(&folder).arg(PACKAGE);
+    npm.args(["--loglevel", "error", "--prefix"]).arg(&folder).arg(package);
     sh::run(&mut npm)?;
-    std::fs::write(&stamp, PACKAGE).context("write the stamp of the Node package")?;
+    std::fs::write(&stamp, package).with_context(|| format!("write the stamp of {package}"))?;
     Ok(folder)
 }

@@ -1,6 +1,6 @@
 //! The Python environment of the end-to-end tests: `.venv` with the clients that they use.
 
-use crate::sh;
+use crate::{debian, sh};
 use anyhow::{Context as _, Result, bail};
 use std::path::{Path, PathBuf};
 
@@ -94,14 +94,8 @@ fn make_environment() -> Result<()> {
         return Ok(());
     }
     // Only a CI machine is ours to change.
-    if sh::is_ci() && sh::succeeds(sh::command("apt-get").arg("--version")) {
-        sh::run(sh::command("apt-get").args(["-q", "update"]))?;
-        sh::run(sh::command("apt-get").args([
-            "-qy",
-            "install",
-            "--no-install-recommends",
-            "python3-venv",
-        ]))?;
+    if debian::may_install() {
+        debian::install(&["python3-venv"])?;
         venv()?;
     }
     if !works() {

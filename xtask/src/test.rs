@@ -6,6 +6,7 @@
 mod layers;
 mod tally;
 
+use crate::browser::{self, Browser};
 use crate::sh::{self, Watch};
 use crate::{etcd, metadata, moto, node, python, ucx};
 use anyhow::{Context as _, Result, bail};
@@ -49,6 +50,7 @@ pub(crate) struct Numbers {
 }
 
 /// What tests are given by the environment.
+#[derive(Debug, Default)]
 struct Equipment {
     numbers: Numbers,
     python: Option<String>,
@@ -56,6 +58,7 @@ struct Equipment {
     moto: Option<PathBuf>,
     node: Option<PathBuf>,
     etcd: Option<PathBuf>,
+    browser: Option<Browser>,
 }
 
 /// Runs the tests of `layer`.
@@ -79,7 +82,8 @@ pub(crate) fn run(layer: Layer, numbers: Numbers, runner: Runner) -> Result<()> 
     let without = (layer.has_end_to_end() && python.is_none()).then_some(PYTHON_TESTS);
     let node = if layer.has_end_to_end() { node_package()? } else { None };
     let (moto, etcd) = (object_server(layer)?, registry(layer)?);
-    let equipment = Equipment { numbers, python, ucx: library()?, moto, etcd, node };
+    let browser = browser(layer)?;
+    let equipment = Equipment { numbers, python, ucx: library()?, moto, etcd, node, browser };
     let mut tally = Tally::default();
     let started = Instant::now();
     if layer.has_doc_tests() {
@@ -145,6 +149,9 @@ impl Equipment {
         }
         if let Some(etcd) = &self.etcd {
             command.env(etcd::VARIABLE, etcd);
+        }
+        if let Some(browser) = &self.browser {
+            browser.equip(command);
         }
     }
 }
@@ -217,6 +224,22 @@ fn registry(layer: Layer) -> Result<Option<PathBuf>> {
     }
 }
 
+/// A browser for the tests of the page; in CI it must be there, elsewhere they leave themselves out
+/// without it.
+fn browser(layer: Layer) -> Result<Option<Browser>> {
+    if !layer.has_browser() {
+        return Ok(None);
+    }
+    match browser::ensure() {
+        Ok(browser) => Ok(Some(browser)),
+        Err(error) if sh::is_ci() => Err(error.context("a browser is required in CI")),
+        Err(error) => {
+            println!("the page is not tested in a browser: {error:#}");
+            Ok(None)
+        }
+    }
+}
+
 /// The UCX library for the tests of its transport; in CI it must be there. Without it they still use
 /// the one that the loader finds.
 fn library() -> Result<Option<PathBuf>> {
@@ -278,7 +301,7 @@ fn fault_arguments(numbers: &Numbers) -> Vec<String> {
 fn long(name: &str, numbers: Numbers, arguments: &[String]) -> Result<()> {
     let needs_ucx = numbers.transport.as_deref() == Some("ucx");
     let ucx = if needs_ucx { library()? } else { None };
-    let equipment = Equipment { numbers, python: None, ucx, moto: None, etcd: None, node: None };
+    let equipment = Equipment { numbers, ucx, ..Equipment::default() };
     let mut runs = 0;
     for package in metadata::packages()? {
         for target in package.targets.iter().filter(|target| target.name == name) {

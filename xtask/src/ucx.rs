@@ -1,7 +1,7 @@
 //! UCX for the tests of its transport: a wheel, which has headers too, in the target folder; and on
 //! a CI machine Debian's older library, which does not understand the wheel's.
 
-use crate::{python, sh};
+use crate::{debian, python, sh};
 use anyhow::{Result, bail};
 use std::path::PathBuf;
 
@@ -22,21 +22,17 @@ pub(crate) fn ensure() -> Result<PathBuf> {
     if !library.exists() {
         bail!("{} is not there: remove target/ucx", library.display());
     }
-    debian();
+    second_version();
     Ok(library)
 }
 
 /// Only a CI machine is ours to change. Without the second library one test has nothing to do.
-fn debian() {
+fn second_version() {
     let loaded = sh::output(sh::command("ldconfig").arg("-p")).unwrap_or_default();
     if !sh::is_ci() || loaded.contains("libucp.so.0") {
         return;
     }
-    let installed = sh::run(sh::command("apt-get").args(["-q", "update"])).and_then(|()| {
-        let arguments = ["-qy", "install", "--no-install-recommends", "libucx0"];
-        sh::run(sh::command("apt-get").args(arguments))
-    });
-    if let Err(error) = installed {
+    if let Err(error) = debian::install(&["libucx0"]) {
         println!("only one version of UCX is tested: {error:#}");
     }
 }

@@ -4,6 +4,7 @@
 //! nothing of anybody, are open, as in SGLang; everything else wants a key where there are keys.
 
 use super::error::{ApiError, ErrorStyle};
+use super::page::is_page;
 use super::{REQUEST_ID, RequestId};
 use axum::Router;
 use axum::body::Body;
@@ -15,7 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Where Anthropic's clients put their key.
-const X_API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+pub(crate) const X_API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 /// Longest key, bytes.
 const MAX_KEY: usize = 1024;
 /// How long a browser may remember what it was allowed, seconds.
@@ -142,7 +143,7 @@ fn is_equal(key: &[u8], given: &[u8]) -> bool {
 
 /// Paths that need no key.
 fn is_open(path: &str) -> bool {
-    matches!(path, "/" | "/metrics" | "/readyz") || path.starts_with("/health")
+    matches!(path, "/metrics" | "/readyz") || path.starts_with("/health") || is_page(path)
 }
 
 /// Puts the guard around all endpoints of `app`.

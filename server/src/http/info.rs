@@ -1,7 +1,7 @@
-//! `GET` endpoints: models, health, metrics, the page and its data.
+//! `GET` endpoints: models, health, metrics, the data of the page.
 
+use super::AppState;
 use super::error::ApiError;
-use super::{AppState, HTML, PAGE};
 use crate::engine::{EngineInfo, Health, Metric, WorkerView};
 use crate::journey::{JourneyView, Outcome};
 use axum::Json;
@@ -12,11 +12,6 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-
-/// `GET /`.
-pub(super) async fn page() -> impl IntoResponse {
-    ([(header::CONTENT_TYPE, HTML), (header::CACHE_CONTROL, "no-cache")], PAGE)
-}
 
 /// `GET /v1/models`.
 pub(super) async fn models(State(state): State<Arc<AppState>>) -> Json<Value> {

@@ -3,6 +3,7 @@
 use super::RouterState;
 use super::errand::Errand;
 use super::workers::{Worker, WorkerHealth};
+use crate::http::access::X_API_KEY;
 use crate::http::error::ApiError;
 use crate::http::{HEADER_TIMEOUT, RequestId, collect_body};
 use axum::body::Body;
@@ -53,7 +54,8 @@ pub(super) async fn check(
     worker: &Worker,
     timeout: Duration,
 ) -> WorkerHealth {
-    match read(client, worker, PathAndQuery::from_static("/health"), timeout).await {
+    let path = PathAndQuery::from_static("/health");
+    match read(client, worker, path, HeaderMap::new(), timeout).await {
         Ok((StatusCode::OK, _)) => WorkerHealth::Ready,
         Ok((status, body)) => {
             let body = serde_json::from_slice::<serde_json::Value>(&body).ok();
@@ -64,15 +66,27 @@ pub(super) async fn check(
     }
 }
 
-/// Reads a small answer of a worker.
+/// The headers of a request that say who asks.
+pub(super) fn credentials(headers: &HeaderMap) -> HeaderMap {
+    let names = [header::AUTHORIZATION, X_API_KEY];
+    let given =
+        names.into_iter().filter_map(|name| Some((name.clone(), headers.get(name)?.clone())));
+    given.collect()
+}
+
+/// Reads a small answer of a worker, with these headers in the request.
 pub(super) async fn read(
     client: &ProxyClient,
     worker: &Worker,
     path: PathAndQuery,
+    headers: HeaderMap,
     timeout: Duration,
 ) -> Result<(StatusCode, Bytes), String> {
     let answer = async {
-        let response = client.get(worker.uri(path)).await.map_err(|error| chain(&error))?;
+        let mut request = Request::new(Full::default());
+        *request.uri_mut() = worker.uri(path);
+        *request.headers_mut() = headers;
+        let response = client.request(request).await.map_err(|error| chain(&error))?;
         let status = response.status();
         let body = Limited::new(response.into_body(), MAX_OWN_READ).collect().await;
         let body = body.map_err(|error| error.to_string())?;

@@ -8,7 +8,7 @@ use crate::http::metrics::render_metrics;
 use axum::Json;
 use axum::extract::State;
 use axum::http::uri::PathAndQuery;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -89,12 +89,18 @@ pub(super) async fn metrics(State(state): State<Arc<RouterState>>) -> impl IntoR
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
 }
 
-/// `GET /stats.json`: the workers' own pictures side by side.
-pub(super) async fn stats(State(state): State<Arc<RouterState>>) -> Json<Value> {
+/// `GET /stats.json`: the workers' own pictures side by side. Workers may want the key that came with
+/// the request.
+pub(super) async fn stats(
+    State(state): State<Arc<RouterState>>,
+    headers: HeaderMap,
+) -> Json<Value> {
     let pictures = state.workers.all().into_iter().map(|worker| async {
-        let path = PathAndQuery::from_static("/stats.json");
-        let found = proxy::read(&state.client, &worker, path, state.config.health_timeout).await;
-        let found = found.ok().and_then(|(_, body)| serde_json::from_slice::<Value>(&body).ok());
+        let (path, limit) = (PathAndQuery::from_static("/stats.json"), state.config.health_timeout);
+        let who = proxy::credentials(&headers);
+        let found = proxy::read(&state.client, &worker, path, who, limit).await.ok();
+        let found = found.filter(|(status, _)| *status == StatusCode::OK);
+        let found = found.and_then(|(_, body)| serde_json::from_slice::<Value>(&body).ok());
         (worker, found)
     });
     let mut processes = Vec::new();

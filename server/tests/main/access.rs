@@ -43,10 +43,11 @@ async fn a_key_is_wanted_where_there_are_keys() {
         server.plan_tokens(&[5], FinishReason::Stop);
         assert_eq!(ask(&server.client, CHAT, &[right]).await.0, 200, "{right:?}");
     }
-    for open in ["/", "/health", "/metrics"] {
+    for open in ["/", "/assets/page.js", "/health", "/metrics"] {
         assert_eq!(server.client.get(open).await.status, 200, "{open}");
     }
-    for closed in ["/stats.json", "/v1/models", "/nothing", "/metricsx"] {
+    for closed in ["/stats.json", "/v1/models", "/nothing", "/metricsx", "/assetsx", "/index.html"]
+    {
         assert_eq!(server.client.get(closed).await.status, 401, "{closed}");
     }
     let (status, error) = ask(&server.client, "/v1/messages", &[]).await;

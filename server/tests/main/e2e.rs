@@ -32,6 +32,8 @@ mod found;
 mod kv_events;
 #[path = "e2e/node_clients.rs"]
 mod node_clients;
+#[path = "e2e/page.rs"]
+mod page;
 #[path = "e2e/prefix.rs"]
 mod prefix;
 #[path = "e2e/processes.rs"]

@@ -1,6 +1,6 @@
 //! The API of a worker over an engine that does what a test says.
 
-use crate::client::Answer;
+use crate::client::{Answer, Client};
 use crate::fake::{
     CACHED_TOKENS, CONTEXT, PROMPT_TOKENS, Plan, Server, TOKENIZER, logprob, output, small_tokens,
     token, tokens,
@@ -712,7 +712,7 @@ async fn broken_characters_end_as_replacements() {
 }
 
 #[tokio::test]
-async fn models_health_metrics_and_page() {
+async fn models_health_metrics_and_stats() {
     let server = Server::start().await;
     let models = server.client.get("/v1/models").await.json();
     let ids: Vec<&Value> =
@@ -764,11 +764,63 @@ async fn models_health_metrics_and_page() {
     );
     assert_eq!(worker["peers"][0]["transport"], "shm");
     assert_eq!(stats["metrics"][0]["value"], 7.0);
-    let page = server.client.get("/").await;
-    assert_eq!(page.header("content-type"), Some("text/html; charset=utf-8"));
-    assert!(page.text().contains("/v1/chat/completions"));
-    // Nothing on the page comes from elsewhere.
-    assert!(!page.text().contains("http://") && !page.text().contains("https://"));
+    server.finish().await;
+}
+
+/// Types of the page and of its files, by what their names end with.
+const TYPES: [(&str, &str); 4] = [
+    ("/", "text/html; charset=utf-8"),
+    (".css", "text/css; charset=utf-8"),
+    (".js", "text/javascript; charset=utf-8"),
+    (".svg", "image/svg+xml"),
+];
+
+/// The page and its files, as a client gets them; each may do nothing but ask this server.
+pub(crate) async fn page_files(client: &Client) -> Vec<Answer> {
+    let mut files = Vec::new();
+    let mut paths = vec!["/".to_owned()];
+    while let Some(path) = paths.get(files.len()).cloned() {
+        let file = client.get(&path).await;
+        assert_eq!(file.status, 200, "{path}");
+        let (_, kind) = TYPES.iter().find(|(end, _)| path.ends_with(end)).expect("a known type");
+        assert_eq!(file.header("content-type"), Some(*kind), "{path}");
+        let policy = file.header("content-security-policy").expect("a policy");
+        assert!(policy.starts_with("default-src 'self';"), "{policy}");
+        assert!(!policy.contains("unsafe") && !policy.contains("http"), "{policy}");
+        assert_eq!(file.header("x-content-type-options"), Some("nosniff"));
+        // What it loads: files beside it, and nothing from elsewhere.
+        let text = file.text();
+        for word in text.split('"') {
+            let name = word.strip_prefix("assets/").or_else(|| word.strip_prefix("./"));
+            if let Some(name) = name.map(|name| format!("/assets/{name}"))
+                && !paths.contains(&name)
+            {
+                paths.push(name);
+            }
+            let is_address = word.starts_with("http://") || word.starts_with("https://");
+            assert!(!is_address || word.starts_with("http://www.w3.org/"), "{path}: {word}");
+        }
+        files.push(file);
+    }
+    assert!(files.len() >= 4, "{paths:?}");
+    files
+}
+
+#[tokio::test]
+async fn the_page_and_its_files_are_served() {
+    let server = Server::start().await;
+    let files = page_files(&server.client).await;
+    assert!(files.iter().any(|file| file.text().contains("v1/chat/completions")));
+    for path in
+        ["/assets/none.js", "/assets/", "/assets/a/b", "/assets/%ff", "/assets/..%2fCargo.toml"]
+    {
+        assert_eq!(server.client.get(path).await.status, 404, "{path}");
+    }
+    let posted = server.client.post("/assets/page.js", &json!({})).await;
+    assert_eq!(posted.status, 405);
+    let metrics = server.client.get("/metrics").await;
+    let line = "http_requests_total{method=\"GET\",handler=\"/assets/{name}\",status=\"404\"} ";
+    assert!(metrics.text().contains(line), "{}", metrics.text());
     server.finish().await;
 }
 

@@ -1,6 +1,7 @@
 //! The router in front of workers that do what a test says.
 
 use crate::client::{Client, read_some};
+use crate::http::page_files;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::State;
@@ -89,7 +90,10 @@ impl Worker {
             let status = *state.health.lock().unwrap();
             (status, json!({"status": "x", "reason": "because"}).to_string())
         };
-        let stats = || async { json!({"info": {"model": "m"}, "workers": []}).to_string() };
+        let stats = |headers: HeaderMap| async move {
+            let seen = headers.get("authorization").map(|key| key.to_str().unwrap().to_owned());
+            json!({"info": {"model": "m"}, "workers": [], "key": seen}).to_string()
+        };
         let app = Router::new()
             .route("/health", get(health))
             .route("/stats.json", get(stats))
@@ -431,15 +435,16 @@ async fn the_router_has_its_own_pages() {
     assert_eq!(stats["info"]["model"], "m");
     assert_eq!(stats["processes"][0]["stats"]["workers"], json!([]));
     assert_eq!(stats["processes"][1]["stats"], Value::Null);
+    // A worker that wants a key gets that of whoever asks.
+    let key = [("authorization", "Bearer k")];
+    let stats = front.client.ask(Method::GET, "/stats.json", &key, "").await.json();
+    assert_eq!(stats["processes"][0]["stats"]["key"], "Bearer k");
     let metrics = front.client.get("/metrics").await;
     let ready = format!("dsv4_router:worker_ready{{worker=\"{}\"}} 1", a.address);
     assert!(metrics.text().lines().any(|line| line == ready), "{}", metrics.text());
     let served = "dsv4_router:responses_total{handler=\"/v1/models\",status=\"200\"} 1";
     assert!(metrics.text().lines().any(|line| line == served), "{}", metrics.text());
-    assert_eq!(
-        front.client.get("/").await.header("content-type"),
-        Some("text/html; charset=utf-8")
-    );
+    page_files(&front.client).await;
     assert_eq!(front.client.get("/v1/x").await.status, 404);
     let wrong = front.client.ask(Method::DELETE, CHAT, &[], "").await;
     assert_eq!(wrong.status, 405);

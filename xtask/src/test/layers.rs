@@ -70,6 +70,11 @@ impl Layer {
         matches!(self, Self::E2e | Self::All)
     }
 
+    /// True if the layer has tests of the page in a browser.
+    pub(super) fn has_browser(self) -> bool {
+        matches!(self, Self::E2e | Self::All)
+    }
+
     /// True if doc tests belong to the layer.
     pub(super) fn has_doc_tests(self) -> bool {
         matches!(self, Self::Unit | Self::All)
