@@ -37,7 +37,7 @@ pub fn read() -> Result<layers::Layered, layers::LayerError> {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Spread requests over decode (or unified) workers.
-    Router(RouterArgs),
+    Router(Box<RouterArgs>),
     /// List, verify or prune what workers keep in the folder of --hicache-storage-dir.
     #[command(subcommand)]
     Cache(CacheCommand),

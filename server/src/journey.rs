@@ -91,6 +91,26 @@ struct Course {
     peer: Option<(String, &'static str)>,
     outcome: Option<(Outcome, Option<String>)>,
     ended: Option<Duration>,
+    landing: Option<Landing>,
+}
+
+/// Pages of a prompt that another worker computes.
+#[derive(Debug)]
+struct Landing {
+    landed: Arc<AtomicU32>,
+    pages: u32,
+    /// Tokens whose pages were here before.
+    here: u32,
+}
+
+impl Landing {
+    /// Tokens of a prompt whose pages are here, about.
+    fn tokens(&self, prompt: u32) -> u32 {
+        let landed = u64::from(self.landed.load(Ordering::Relaxed).min(self.pages));
+        let coming = u64::from(prompt.saturating_sub(self.here));
+        // Below the prompt's length, so it fits.
+        self.here + (coming * landed / u64::from(self.pages.max(1))) as u32
+    }
 }
 
 impl Journey {
@@ -155,6 +175,13 @@ impl Journey {
         self.course().peer = Some((address.to_owned(), transport));
     }
 
+    /// So many pages of its prompt come from another worker; `landed` counts them, and the pages of
+    /// `here` tokens are here already.
+    pub fn land(&self, landed: Arc<AtomicU32>, pages: usize, here: u32) {
+        let pages = u32::try_from(pages).unwrap_or(u32::MAX);
+        self.course().landing = Some(Landing { landed, pages, here });
+    }
+
     /// How it ends; what is said first counts.
     pub fn conclude(&self, outcome: Outcome, reason: Option<&str>) {
         self.course().outcome.get_or_insert_with(|| (outcome, reason.map(str::to_owned)));
@@ -184,7 +211,10 @@ impl Journey {
             role: self.role,
             span: self.span,
             prompt_tokens: self.prompt_tokens,
-            computed_tokens: self.computed_tokens.load(Ordering::Relaxed),
+            computed_tokens: match (course.stages.last(), &course.landing) {
+                (Some((Stage::HandOff, _)), Some(landing)) => landing.tokens(self.prompt_tokens),
+                _ => self.computed_tokens.load(Ordering::Relaxed),
+            },
             cached_tokens: self.cached_tokens.load(Ordering::Relaxed),
             output_tokens: self.output_tokens.load(Ordering::Relaxed),
             peer: course.peer.clone(),
@@ -358,6 +388,22 @@ mod tests {
         assert_eq!(view.reason, None);
         let tokens = (view.computed_tokens, view.cached_tokens, view.output_tokens);
         assert_eq!(tokens, (100, 30, 7));
+    }
+
+    #[test]
+    fn a_prompt_that_is_computed_elsewhere_lands_page_by_page() {
+        let journey = journey("a");
+        let landed = Arc::new(AtomicU32::new(0));
+        journey.land(Arc::clone(&landed), 9, 10);
+        assert_eq!(journey.view().computed_tokens, 0, "it waits for its turn");
+        journey.enter(Stage::HandOff);
+        let tokens = [0, 1, 5, 9, 12].map(|pages| {
+            landed.store(pages, Ordering::Relaxed);
+            journey.view().computed_tokens
+        });
+        assert_eq!(tokens, [10, 20, 60, 100, 100]);
+        journey.enter(Stage::Prefill);
+        assert_eq!(journey.view().computed_tokens, 0, "it is computed here after all");
     }
 
     #[test]

@@ -243,6 +243,8 @@ fn read(source: &Source, tokens: u32, requests: usize) -> Outcome<Times> {
         verifier.expect(attempt, Arc::new(TagBinding::new(reader.fingerprint, &prompt)));
         let request = PrefillRequest {
             id: format!("bench {number}"),
+            request_id: String::new(),
+            trace: None,
             prompt: prompt.clone(),
             output: 0,
             sampling: SamplingParams::default(),
@@ -250,6 +252,7 @@ fn read(source: &Source, tokens: u32, requests: usize) -> Outcome<Times> {
             cache_keep: CacheKeep::AsUsed,
             turn: dsv4_server::engine::Turn::default(),
             not_first: Vec::new(),
+            thinking: None,
             source: None,
         };
         driver.start(Start {

@@ -16,6 +16,7 @@ use pd_transfer::page_hash::PageHash;
 use pd_transfer::receiver::{Target, Verify};
 use pd_transfer::wire::{AttemptId, Extent, Guard, Identity, Item, Key, RegionId, Tag};
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// What tags are bound to beside the bytes: the tokens of one prompt and the layout.
@@ -23,13 +24,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub struct TagBinding {
     fingerprint: Fingerprint,
     chains: Vec<ChainHash>,
+    landed: Arc<AtomicU32>,
 }
 
 impl TagBinding {
     /// Context of a prompt.
     #[must_use]
     pub fn new(fingerprint: Fingerprint, tokens: &[u32]) -> Self {
-        Self { fingerprint, chains: Namespace::new(fingerprint, b"").chain(tokens) }
+        let chains = Namespace::new(fingerprint, b"").chain(tokens);
+        Self { fingerprint, chains, landed: Arc::default() }
+    }
+
+    /// Pages that have landed and are what they are meant to be; one that is read again counts again.
+    #[must_use]
+    pub fn landed(&self) -> Arc<AtomicU32> {
+        Arc::clone(&self.landed)
     }
 
     /// Identity of one entry: a block is named by the tokens up to its end, window rows and carry
@@ -179,6 +188,10 @@ impl Verifier for PageVerifier {
         let Some(context) = self.context(page.attempt) else { return false };
         let Ok(entry) = PlanEntry::from_key(page.key.0) else { return false };
         let Some(input) = context.input(&entry) else { return false };
-        page.region == region_of(entry.pool) && tag(&PageDigest(digest), &input).0 == page.tag.0
+        let is_right = page.region == region_of(entry.pool)
+            && tag(&PageDigest(digest), &input).0 == page.tag.0;
+        // To be looked at; nothing follows from it.
+        context.landed.fetch_add(u32::from(is_right), Ordering::Relaxed);
+        is_right
     }
 }

@@ -186,14 +186,8 @@ impl SpanSender {
             let Some(id) = crate::trace::new_span_id() else { return };
             let below = Span::below(span.context, id);
             let times = (stage.began_at, stage.lasted);
-            self.send(
-                below,
-                stage.stage.name().into(),
-                SpanKind::Internal,
-                times,
-                Vec::new(),
-                None,
-            );
+            let what = (stage.stage.name(), SpanKind::Internal);
+            self.send(below, what, times, Vec::new(), None);
         }
         let mut about = vec![
             KeyValue::new("dsv4.request_id", view.request_id.clone()),
@@ -210,7 +204,7 @@ impl SpanSender {
         let reason = || view.reason.clone().unwrap_or_default();
         let error = view.outcome.filter(|outcome| *outcome == Outcome::Failed).map(|_| reason());
         let times = (view.began_at, view.lasted);
-        self.send(span, view.role.into(), SpanKind::Server, times, about, error);
+        self.send(span, (view.role, SpanKind::Server), times, about, error);
     }
 
     /// Sends the span of a request that was passed on, if its trace is recorded.
@@ -228,14 +222,13 @@ impl SpanSender {
         let refused = || status.filter(|status| *status >= 500).map(|s| format!("status {s}"));
         let error = passed.broke_off.or_else(refused);
         let times = (passed.began_at, passed.lasted);
-        self.send(passed.span, "router".into(), SpanKind::Server, times, about, error);
+        self.send(passed.span, ("router", SpanKind::Server), times, about, error);
     }
 
     fn send(
         &self,
         span: Span,
-        name: std::borrow::Cow<'static, str>,
-        span_kind: SpanKind,
+        (name, span_kind): (&'static str, SpanKind),
         (start_time, lasted): (SystemTime, Duration),
         attributes: Vec<KeyValue>,
         error: Option<String>,
@@ -246,7 +239,7 @@ impl SpanSender {
             parent_span_id: parent,
             parent_span_is_remote: span_kind == SpanKind::Server && span.parent.is_some(),
             span_kind,
-            name,
+            name: name.into(),
             start_time,
             end_time: start_time + lasted,
             attributes,

@@ -189,6 +189,7 @@ impl Worker {
         let attempt = AttemptId(bytes);
         let context = Arc::new(TagBinding::new(link.fingerprint, &seq.tokens));
         link.verifier.expect(attempt, Arc::clone(&context));
+        seq.journey.land(context.landed(), landing.len(), have * BLOCK_TOKENS);
         let request = seq.as_request();
         let start = Start {
             attempt,
