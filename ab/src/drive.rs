@@ -89,8 +89,8 @@ async fn ask_once(client: &Client, subject: &Subject, cell: &str, ask: &Ask) -> 
         Ok(ending) => ending,
         Err(_) => Ending::Lost(format!("no end within {} s", subject.answer.as_secs())),
     };
-    let ms = |time: Duration| time.as_secs_f64() * 1e3;
-    Line::new(cell, ask, ending, left, (first.map(ms), ms(begun.elapsed())))
+    let us = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+    Line::new(cell, ask, ending, left, (first.map(us), us(begun.elapsed())))
 }
 
 async fn read_answer(

@@ -9,6 +9,8 @@
 //!
 //! Only [`drive`] and [`subject`] touch network and processes.
 
+#![forbid(unsafe_code)]
+
 pub mod config;
 pub mod drive;
 pub mod judge;

@@ -27,10 +27,10 @@ pub struct Line {
     pub left: bool,
     /// How it ended.
     pub ending: Ending,
-    /// Milliseconds until the first piece of the answer.
-    pub first_ms: Option<f64>,
-    /// Milliseconds until the end.
-    pub took_ms: f64,
+    /// Microseconds until the first piece of the answer.
+    pub first_us: Option<u64>,
+    /// Microseconds until the end.
+    pub took_us: u64,
     /// What it was judged to be; without what another cell would have told.
     pub verdict: Verdict,
 }
@@ -72,7 +72,7 @@ impl Line {
         ask: &Ask,
         ending: Ending,
         left: bool,
-        (first_ms, took_ms): (Option<f64>, f64),
+        (first_us, took_us): (Option<u64>, u64),
     ) -> Self {
         let (tools, context) = (tools_of(&ask.body), context_of(&ask.body));
         let max_tokens = ask.body["max_tokens"].as_u64();
@@ -96,8 +96,8 @@ impl Line {
             max_tokens,
             left,
             ending,
-            first_ms,
-            took_ms,
+            first_us,
+            took_us,
             verdict,
         }
     }

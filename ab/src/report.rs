@@ -83,8 +83,10 @@ impl Report {
             let t = &cell.tally;
             let signs = t.signs.iter().map(|(sign, count)| format!("{} {count}", sign.name()));
             let signs = signs.collect::<Vec<_>>().join(", ");
-            let ms =
-                |share| quantile(&t.first_ms, share).map_or("-".to_owned(), |v| format!("{v:.0}"));
+            let ms = |share| {
+                quantile(&t.first_us, share)
+                    .map_or("-".to_owned(), |us| format!("{:.0}", us as f64 / 1e3))
+            };
             let p = cell.pairs.map_or("-".to_owned(), |pairs| {
                 format!("{:.2e} ({} : {})", pairs.p(), pairs.only_first, pairs.only_second)
             });
@@ -268,8 +270,8 @@ mod tests {
                 max_tokens: None,
                 left: false,
                 ending: Ending::Answered(answer),
-                first_ms: Some(5.0),
-                took_ms: 9.0,
+                first_us: Some(5000),
+                took_us: 9000,
                 verdict: if session < bad { Verdict::Wrong } else { Verdict::Right },
             }
         };

@@ -24,10 +24,10 @@ pub struct Tally {
     pub lost: u64,
     /// Signs, by how often they were seen.
     pub signs: BTreeMap<Sign, u64>,
-    /// Milliseconds to the first piece, in order.
-    pub first_ms: Vec<f64>,
-    /// Milliseconds to the end, in order.
-    pub took_ms: Vec<f64>,
+    /// Microseconds to the first piece, in order.
+    pub first_us: Vec<u64>,
+    /// Microseconds to the end, in order.
+    pub took_us: Vec<u64>,
 }
 
 impl Tally {
@@ -58,12 +58,12 @@ impl Tally {
                 Verdict::Lost => tally.lost += 1,
             }
             if line.verdict.is_judged() {
-                tally.first_ms.extend(line.first_ms);
-                tally.took_ms.push(line.took_ms);
+                tally.first_us.extend(line.first_us);
+                tally.took_us.push(line.took_us);
             }
         }
-        tally.first_ms.sort_by(f64::total_cmp);
-        tally.took_ms.sort_by(f64::total_cmp);
+        tally.first_us.sort_unstable();
+        tally.took_us.sort_unstable();
         tally
     }
 
@@ -88,7 +88,7 @@ impl Tally {
 
 /// A value that so large a share of the sorted values does not exceed.
 #[must_use]
-pub fn quantile(sorted: &[f64], share: f64) -> Option<f64> {
+pub fn quantile(sorted: &[u64], share: f64) -> Option<u64> {
     let last = sorted.len().checked_sub(1)?;
     sorted.get((share * last as f64).round() as usize).copied()
 }
@@ -152,8 +152,8 @@ mod tests {
             max_tokens: None,
             left: false,
             ending: Ending::Answered(answer),
-            first_ms: Some(f64::from(session)),
-            took_ms: 10.0,
+            first_us: Some(session.into()),
+            took_us: 10,
             verdict,
         }
     }
@@ -179,7 +179,7 @@ mod tests {
         assert_eq!((tally.refused, tally.lost), (1, 1));
         assert_eq!((tally.corruption().hits, tally.corruption().trials), (1, 3));
         assert_eq!(tally.failure().hits, 2);
-        assert_eq!(quantile(&tally.first_ms, 0.5), Some(1.0));
+        assert_eq!(quantile(&tally.first_us, 0.5), Some(1));
         assert_eq!(quantile(&[], 0.5), None);
     }
 
