@@ -7,6 +7,7 @@
     reason = "a command-line tool talks on its standard streams"
 )]
 
+mod ab;
 mod bench;
 mod browser;
 mod ci;
@@ -85,6 +86,15 @@ enum Task {
         /// Only see whether the suite transfer works: few pages, one round, no record.
         #[arg(long)]
         quick: bool,
+    },
+    /// The corruption lab over our own server: twelve cells of the mini model.
+    Ab {
+        /// Short prompts: 320 to 640 tokens, under ten minutes.
+        #[arg(long)]
+        quick: bool,
+        /// More arguments for `ab run`.
+        #[arg(last = true)]
+        more: Vec<String>,
     },
     /// Documentation with warnings as errors.
     Docs,
@@ -166,6 +176,7 @@ fn perform(task: Task) -> Result<()> {
         Task::Bench { compare: None, suite, no_peers, quick } => {
             bench::run(suite, bench::Extent { has_peers: !no_peers, is_quick: quick })
         }
+        Task::Ab { quick, more } => ab::run(quick, &more),
         Task::Docs => docs::run(),
         Task::External => external::run(),
         Task::Versions { task: VersionsTask::Check } => versions::check(),

@@ -1,0 +1,329 @@
+//! `ab`: runs a plan, searches for the factor that a fault needs, and makes reports.
+
+#![forbid(unsafe_code)]
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a command-line tool")]
+
+use ab::drive::{self, Subject};
+use ab::matrix::{Bisection, Cell, Conclusion, Factor, Finding};
+use ab::plan::Plan;
+use ab::record::{self, Line};
+use ab::report::{Report, power_note, shown};
+use ab::subject::Servers;
+use ab::tally::{Pairs, Tally};
+use anyhow::{Context as _, Result, bail};
+use clap::{Args, Parser, Subcommand};
+use std::io::Write as _;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+use tokio::sync::mpsc::unbounded_channel;
+
+/// Corruption lab: the same seeded requests to many configurations, judged and compared.
+#[derive(Debug, Parser)]
+#[command(name = "ab", version, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Debug, Subcommand)]
+enum Task {
+    /// Run all cells of a plan and report.
+    Run(RunArgs),
+    /// Search for the factors that a fault needs, between the healthy cell and a bad one.
+    Bisect {
+        /// What is run.
+        #[command(flatten)]
+        run: RunArgs,
+        /// The bad cell, as factor=level,factor=level.
+        #[arg(long, value_name = "CELL")]
+        bad: String,
+    },
+    /// Make the report of a run again, from its lines.
+    Report {
+        /// Folder of the run.
+        dir: PathBuf,
+    },
+    /// Print the requests of a plan, one JSON object a line.
+    Requests {
+        /// Plan.
+        plan: PathBuf,
+    },
+    /// Say how many answers tell a rate from none.
+    Power,
+}
+
+#[derive(Clone, Debug, Args)]
+struct RunArgs {
+    /// Plan (TOML).
+    plan: PathBuf,
+    /// Our server's program, for cells without a url.
+    #[arg(long, default_value = "target/release/server", value_name = "FILE")]
+    server: PathBuf,
+    /// Folder for lines, logs and the report; it is made.
+    #[arg(long, default_value = "ab-out", value_name = "DIR")]
+    out: PathBuf,
+    /// Seed, instead of the plan's.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Variable that holds the key for servers that want one.
+    #[arg(long, default_value = "AB_API_KEY", value_name = "NAME")]
+    api_key_variable: String,
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().task {
+        Task::Run(args) => Lab::open(&args).and_then(|lab| lab.run_all()),
+        Task::Bisect { run, bad } => Lab::open(&run).and_then(|lab| lab.bisect(&bad)),
+        Task::Report { dir } => report_again(&dir),
+        Task::Requests { plan } => requests(&plan),
+        Task::Power => {
+            println!("{}", power_note());
+            Ok(())
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn read_plan(path: &Path) -> Result<Plan> {
+    let shown = path.display();
+    let text = std::fs::read_to_string(path).with_context(|| format!("read {shown}"))?;
+    Plan::read(&text).with_context(|| format!("plan {shown}"))
+}
+
+fn requests(path: &Path) -> Result<()> {
+    let plan = read_plan(path)?;
+    let mut out = std::io::stdout().lock();
+    for ask in plan.workload.all(plan.seed) {
+        // Whoever reads may have enough.
+        if writeln!(out, "{}", ask.body).is_err() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Where a run keeps what it was.
+const PLAN_FILE: &str = "plan.toml";
+
+fn file_of(dir: &Path, number: usize) -> PathBuf {
+    dir.join(format!("cell-{number:02}.jsonl"))
+}
+
+/// Reads the lines of a run and writes its report.
+fn report_again(dir: &Path) -> Result<()> {
+    let plan = read_plan(&dir.join(PLAN_FILE))?;
+    let mut cells = Vec::new();
+    for (number, cell) in plan.cells()?.iter().enumerate() {
+        let path = file_of(dir, number);
+        let text = std::fs::read_to_string(&path)
+            .with_context(|| format!("read {}: the run did not come so far", path.display()))?;
+        let lines = record::read(&text).with_context(|| path.display().to_string())?;
+        cells.push((plan.factors.name(cell), lines));
+    }
+    let command = format!("ab run {}", dir.join(PLAN_FILE).display());
+    let report = Report::new(&cells, plan.same_answers, &command);
+    std::fs::write(dir.join("report.md"), report.markdown()).context("write report.md")?;
+    std::fs::write(dir.join("report.html"), report.html()).context("write report.html")?;
+    print!("{}", report.markdown());
+    println!("\nreport: {}", dir.join("report.html").display());
+    let (judged, corrupted) = report.total();
+    println!("figure ab.judged {judged} answers\nfigure ab.corrupted {corrupted} answers");
+    Ok(())
+}
+
+/// A plan that is being run.
+struct Lab {
+    plan: Plan,
+    server: PathBuf,
+    out: PathBuf,
+    api_key: Option<String>,
+    runtime: tokio::runtime::Runtime,
+}
+
+impl Lab {
+    fn open(args: &RunArgs) -> Result<Self> {
+        let mut plan = read_plan(&args.plan)?;
+        plan.seed = args.seed.unwrap_or(plan.seed);
+        std::fs::create_dir_all(&args.out)
+            .with_context(|| format!("make {}", args.out.display()))?;
+        let text = toml::to_string(&plan).context("write the plan down")?;
+        std::fs::write(args.out.join(PLAN_FILE), text).context("write the plan down")?;
+        let api_key = ab::config::variable(&args.api_key_variable);
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .context("start the client's threads")?;
+        let (server, out) = (args.server.clone(), args.out.clone());
+        Ok(Self { plan, server, out, api_key, runtime })
+    }
+
+    fn run_all(&self) -> Result<()> {
+        for (number, cell) in self.plan.cells()?.iter().enumerate() {
+            let name = self.plan.factors.name(cell);
+            println!("{name}");
+            let mut started = self.start(cell)?;
+            let lines = started.ask(self, &name, 0..self.plan.workload.sessions)?;
+            let mut text = String::new();
+            for line in &lines {
+                text += &serde_json::to_string(line).context("write a line")?;
+                text.push('\n');
+            }
+            let path = file_of(&self.out, number);
+            std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
+        }
+        report_again(&self.out)
+    }
+
+    /// The servers of a cell.
+    fn start(&self, cell: &Cell) -> Result<Started> {
+        let setup = self.plan.factors.setup(cell, self.plan.at_once);
+        let at_once = setup.at_once;
+        if let Some(url) = setup.url.clone() {
+            return Ok(Started { url, at_once, _servers: None });
+        }
+        let servers = Servers::start(&self.server, &setup, &self.plan.flags, &self.out)?;
+        Ok(Started { url: servers.url.clone(), at_once, _servers: Some(servers) })
+    }
+
+    /// Runs cells until it is clear which factors the fault needs.
+    fn bisect(&self, bad: &str) -> Result<()> {
+        let factors = &self.plan.factors;
+        let (healthy, bad) = (factors.healthy(), factors.cell(bad)?);
+        if healthy == bad {
+            bail!("the bad cell is the healthy one: every factor has its first level");
+        }
+        let sessions = 0..self.plan.workload.sessions;
+        let name = factors.name(&healthy);
+        println!("{name} (healthy)");
+        let reference = self.start(&healthy)?.ask(self, &name, sessions)?;
+        let bad_levels = self.names(&bad);
+        let mut search = Bisection::new(healthy.clone(), bad);
+        let own = Tally::new(&reference, None);
+        println!("  not right: {}", shown(&own.failure()));
+        let is_clean = own.corrupted == 0;
+        search.handle_finding(healthy, if is_clean { Finding::Clean } else { Finding::Bad });
+        let mut rate = None;
+        while let Some(cell) = search.poll_cell() {
+            let (finding, seen) = self.find(&cell, &reference, rate)?;
+            rate = rate.or(Some(seen));
+            search.handle_finding(cell, finding);
+        }
+        let conclusion = search.poll_conclusion().context("the search ended without a word")?;
+        println!("\n{}", self.said(&conclusion, &bad_levels));
+        Ok(())
+    }
+
+    /// Runs a cell until it is clear whether the fault shows there, at most through the whole workload.
+    /// `rate` is how often it showed in the bad cell.
+    fn find(&self, cell: &Cell, reference: &[Line], rate: Option<f64>) -> Result<(Finding, f64)> {
+        let name = self.plan.factors.name(cell);
+        println!("{name}");
+        let mut started = self.start(cell)?;
+        let (all, step) = (self.plan.workload.sessions, started.at_once.max(16));
+        let mut lines: Vec<Line> = Vec::new();
+        let mut from = 0;
+        while from < all {
+            let to = all.min(from.saturating_add(step));
+            lines.extend(started.ask(self, &name, from..to)?);
+            from = to;
+            let (finding, seen) = judge_cell(&lines, reference, self.plan.same_answers, rate);
+            if finding != Finding::Unclear || from == all {
+                println!("  {finding:?} after {} answers", lines.len());
+                return Ok((finding, seen));
+            }
+        }
+        Ok((Finding::Unclear, 0.0))
+    }
+
+    /// The levels of a cell, by position.
+    fn names(&self, cell: &Cell) -> Vec<String> {
+        let one = |(factor, level): (&Factor, &usize)| {
+            let level = factor.levels.get(*level).map_or("?", |level| level.name.as_str());
+            format!("{} {level}", factor.name)
+        };
+        self.plan.factors.0.iter().zip(&cell.0).map(one).collect()
+    }
+
+    fn said(&self, conclusion: &Conclusion, levels: &[String]) -> String {
+        let names = |factors: &[usize]| {
+            let names: Vec<&str> =
+                factors.iter().filter_map(|n| levels.get(*n).map(String::as_str)).collect();
+            names.join(", ")
+        };
+        match conclusion {
+            Conclusion::Needs(factors) => format!("the fault needs: {}", names(factors)),
+            Conclusion::AnyOf(factors) => {
+                format!("any of these alone brings the fault: {}", names(factors))
+            }
+            Conclusion::NothingToFind(why) => (*why).to_owned(),
+            Conclusion::Open(factors) if factors.is_empty() => {
+                "undecided: more sessions may tell".to_owned()
+            }
+            Conclusion::Open(factors) => {
+                format!("undecided, but these are needed: {}", names(factors))
+            }
+        }
+    }
+}
+
+/// Whether a fault shows in the lines of a cell.
+fn judge_cell(
+    lines: &[Line],
+    reference: &[Line],
+    same_answers: bool,
+    rate: Option<f64>,
+) -> (Finding, f64) {
+    let tally = Tally::new(lines, same_answers.then_some(reference));
+    let pairs = Pairs::new(lines, reference);
+    let (corruption, failure) = (tally.corruption(), tally.failure());
+    let is_worse = pairs.only_first > pairs.only_second && pairs.p() < 0.05;
+    if is_worse || (same_answers && tally.corrupted > 0) {
+        return (Finding::Bad, failure.value());
+    }
+    // Half of what the bad cell showed would have been seen.
+    let expected = rate.unwrap_or(0.02) / 2.0;
+    if tally.corrupted == 0 && corruption.high < expected.max(0.01) {
+        return (Finding::Clean, failure.value());
+    }
+    (Finding::Unclear, failure.value())
+}
+
+/// A server that can be asked.
+struct Started {
+    url: String,
+    at_once: u32,
+    _servers: Option<Servers>,
+}
+
+impl Started {
+    /// Asks what some sessions of the plan say.
+    fn ask(&mut self, lab: &Lab, cell: &str, sessions: Range<u32>) -> Result<Vec<Line>> {
+        let subject = Subject {
+            url: self.url.clone(),
+            api_key: lab.api_key.clone(),
+            answer: Duration::from_secs(lab.plan.answer_s.into()),
+        };
+        let (send, mut receive) = unbounded_channel();
+        let work = (cell.to_owned(), lab.plan.workload.clone(), lab.plan.seed);
+        lab.runtime.block_on(async {
+            let asked = tokio::spawn(drive::run(subject, work, sessions, self.at_once, send));
+            let mut lines = Vec::new();
+            while let Some(line) = receive.recv().await {
+                lines.push(line);
+            }
+            asked.await.context("a client panicked")??;
+            // As they were asked, whichever ended first.
+            lines.sort_by_key(Line::place);
+            Ok(lines)
+        })
+    }
+}

@@ -1,0 +1,213 @@
+//! Sums over the lines of a cell, and what two cells say about each other.
+
+use crate::judge::{Sign, Verdict};
+use crate::record::{Line, against};
+use crate::stats::{Rate, paired_p};
+use std::collections::BTreeMap;
+
+/// What became of the requests of a cell.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Tally {
+    /// All, without those whose client left.
+    pub requests: u64,
+    /// Those whose client left in the middle, as it was to.
+    pub left: u64,
+    /// As they should be.
+    pub right: u64,
+    /// Well-formed and wrong.
+    pub wrong: u64,
+    /// With signs of corruption.
+    pub corrupted: u64,
+    /// Refused by the server.
+    pub refused: u64,
+    /// Without an answer.
+    pub lost: u64,
+    /// Signs, by how often they were seen.
+    pub signs: BTreeMap<Sign, u64>,
+    /// Microseconds to the first piece, in order.
+    pub first_us: Vec<u64>,
+    /// Microseconds to the end, in order.
+    pub took_us: Vec<u64>,
+}
+
+impl Tally {
+    /// The sums of a cell; with a reference, other answers than its are corruption.
+    #[must_use]
+    pub fn new(lines: &[Line], reference: Option<&[Line]>) -> Self {
+        let mut tally = Self::default();
+        let judged: Vec<(&Line, Verdict)> = match reference {
+            Some(reference) => against(lines, reference),
+            None => lines.iter().map(|line| (line, line.verdict.clone())).collect(),
+        };
+        for (line, verdict) in judged {
+            if line.left {
+                tally.left += 1;
+                continue;
+            }
+            tally.requests += 1;
+            match verdict {
+                Verdict::Right => tally.right += 1,
+                Verdict::Wrong => tally.wrong += 1,
+                Verdict::Corrupted(signs) => {
+                    tally.corrupted += 1;
+                    for sign in signs {
+                        *tally.signs.entry(sign).or_default() += 1;
+                    }
+                }
+                Verdict::Refused => tally.refused += 1,
+                Verdict::Lost => tally.lost += 1,
+            }
+            if line.verdict.is_judged() {
+                tally.first_us.extend(line.first_us);
+                tally.took_us.push(line.took_us);
+            }
+        }
+        tally.first_us.sort_unstable();
+        tally.took_us.sort_unstable();
+        tally
+    }
+
+    /// Answers that were judged: refusals and losses are none.
+    #[must_use]
+    pub const fn judged(&self) -> u64 {
+        self.right + self.wrong + self.corrupted
+    }
+
+    /// Corrupted of judged.
+    #[must_use]
+    pub fn corruption(&self) -> Rate {
+        Rate::new(self.corrupted, self.judged())
+    }
+
+    /// Not right of judged: what a fault does to the answers of a model that is mostly right.
+    #[must_use]
+    pub fn failure(&self) -> Rate {
+        Rate::new(self.wrong + self.corrupted, self.judged())
+    }
+}
+
+/// A value that so large a share of the sorted values does not exceed.
+#[must_use]
+pub fn quantile(sorted: &[u64], share: f64) -> Option<u64> {
+    let last = sorted.len().checked_sub(1)?;
+    sorted.get((share * last as f64).round() as usize).copied()
+}
+
+/// Requests that both cells answered, by which of them were not right.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pairs {
+    /// Both right, or neither.
+    pub alike: u64,
+    /// Not right in the first alone.
+    pub only_first: u64,
+    /// Not right in the second alone.
+    pub only_second: u64,
+}
+
+impl Pairs {
+    /// The same requests of two cells, with the same bytes.
+    #[must_use]
+    pub fn new(first: &[Line], second: &[Line]) -> Self {
+        let known: BTreeMap<(u32, u32), &Line> =
+            second.iter().map(|line| (line.place(), line)).collect();
+        let mut pairs = Self::default();
+        for a in first.iter().filter(|line| line.verdict.is_judged() && !line.left) {
+            let b = known.get(&a.place()).filter(|b| b.request == a.request && !b.left);
+            let Some(b) = b.filter(|b| b.verdict.is_judged()) else { continue };
+            match (a.verdict == Verdict::Right, b.verdict == Verdict::Right) {
+                (false, true) => pairs.only_first += 1,
+                (true, false) => pairs.only_second += 1,
+                _ => pairs.alike += 1,
+            }
+        }
+        pairs
+    }
+
+    /// How likely so large a difference is where there is none.
+    #[must_use]
+    pub fn p(&self) -> f64 {
+        paired_p(self.only_first, self.only_second)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::judge::{Answer, Ending, Truth};
+
+    fn line(session: u32, said: &str, truth: &str) -> Line {
+        let answer = Answer {
+            content: said.to_owned(),
+            finish: vec!["stop".to_owned()],
+            ..Answer::default()
+        };
+        let verdict = if said == truth { Verdict::Right } else { Verdict::Wrong };
+        Line {
+            cell: "c".to_owned(),
+            session,
+            turn: 0,
+            request: format!("{session}"),
+            truth: Truth::Says(truth.to_owned()),
+            tools: Vec::new(),
+            max_tokens: None,
+            left: false,
+            ending: Ending::Answered(answer),
+            first_us: Some(session.into()),
+            took_us: 10,
+            verdict,
+        }
+    }
+
+    fn ended(session: u32, ending: Ending, verdict: Verdict) -> Line {
+        Line { ending, verdict, ..line(session, "", "") }
+    }
+
+    #[test]
+    fn refusals_losses_and_those_who_left_are_in_no_rate() {
+        let refused = Ending::Refused { status: 503, body: String::new() };
+        let lines = [
+            line(0, "a", "a"),
+            line(1, "b", "a"),
+            ended(2, refused, Verdict::Refused),
+            ended(3, Ending::Lost("gone".to_owned()), Verdict::Lost),
+            Line { left: true, ..line(4, "a", "a") },
+            Line { verdict: Verdict::Corrupted(vec![Sign::Loop]), ..line(5, "x", "a") },
+        ];
+        let tally = Tally::new(&lines, None);
+        assert_eq!((tally.requests, tally.left, tally.judged()), (5, 1, 3));
+        assert_eq!((tally.right, tally.wrong, tally.corrupted), (1, 1, 1));
+        assert_eq!((tally.refused, tally.lost), (1, 1));
+        assert_eq!((tally.corruption().hits, tally.corruption().trials), (1, 3));
+        assert_eq!(tally.failure().hits, 2);
+        assert_eq!(quantile(&tally.first_us, 0.5), Some(1));
+        assert_eq!(quantile(&[], 0.5), None);
+    }
+
+    #[test]
+    fn another_answer_than_the_reference_is_corruption_where_that_is_asked_for() {
+        let (ours, reference) = ([line(0, "b", "a"), line(1, "a", "a")], [line(0, "c", "a")]);
+        assert_eq!(Tally::new(&ours, None).corrupted, 0);
+        let tally = Tally::new(&ours, Some(&reference));
+        assert_eq!((tally.corrupted, tally.right), (1, 1));
+        assert_eq!(tally.signs[&Sign::Differs], 1);
+        // The same wrong answer is the model's.
+        assert_eq!(Tally::new(&ours, Some(&ours)).wrong, 1);
+        // Of another request nothing follows.
+        let other = [Line { request: "other".to_owned(), ..line(0, "c", "a") }];
+        assert_eq!(Tally::new(&ours, Some(&other)).corrupted, 0);
+    }
+
+    #[test]
+    fn pairs_are_of_the_same_request() {
+        let first = [line(0, "a", "a"), line(1, "b", "a"), line(2, "b", "a"), line(3, "b", "a")];
+        let second = [
+            line(0, "b", "a"),
+            line(1, "a", "a"),
+            line(2, "c", "a"),
+            Line { request: "other".to_owned(), ..line(3, "a", "a") },
+        ];
+        let pairs = Pairs::new(&first, &second);
+        assert_eq!(pairs, Pairs { alike: 1, only_first: 1, only_second: 1 });
+        assert!(pairs.p() > 0.99);
+    }
+}

@@ -1,0 +1,184 @@
+//! The lab against a server with a planted fault, over HTTP.
+
+use ab::drive::{Subject, run};
+use ab::judge::{Sign, Truth, Verdict};
+use ab::record::{self, Line};
+use ab::report::Report;
+use ab::tally::Tally;
+use ab::workload::{Kind, Workload};
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::post;
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::sync::mpsc::unbounded_channel;
+
+const SEED: u64 = 11;
+
+fn workload(sessions: u32) -> Workload {
+    Workload {
+        kind: Kind::Agents,
+        sessions,
+        turns: 3,
+        tokens_first: 400,
+        tokens_last: 600,
+        aborts: 0.0,
+        model: "m".to_owned(),
+    }
+}
+
+/// What the server does with the requests that come to it, by their number.
+type Fault = fn(u32) -> Mischief;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mischief {
+    None,
+    /// Garbles the stream.
+    Garble,
+    /// Says that the queue is full.
+    Refuse,
+    /// Ends the stream in the middle.
+    Break,
+    /// Says nothing.
+    Hang,
+}
+
+struct Served {
+    /// Right answers by the body of the request.
+    truths: HashMap<String, Truth>,
+    count: AtomicU32,
+    fault: Fault,
+}
+
+/// A chat server that knows every right answer.
+async fn serve(workload: &Workload, fault: Fault) -> String {
+    let truths = workload.all(SEED).map(|ask| (ask.body.to_string(), ask.truth)).collect();
+    let served = Arc::new(Served { truths, count: AtomicU32::new(0), fault });
+    let app = Router::new().route("/v1/chat/completions", post(answer)).with_state(served);
+    let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a free port");
+    let url = format!("http://{}", listener.local_addr().expect("an address"));
+    tokio::spawn(async move { axum::serve(listener, app).await });
+    url
+}
+
+async fn answer(State(served): State<Arc<Served>>, body: Bytes) -> Response {
+    let truth = &served.truths[std::str::from_utf8(&body).expect("JSON")];
+    let mischief = (served.fault)(served.count.fetch_add(1, Ordering::Relaxed));
+    let event = |value: Value| format!("data: {value}\n\n");
+    let mut events = String::new();
+    let finish = match truth {
+        Truth::Calls(name, arguments) => {
+            let call = json!({"index": 0, "id": "c", "function": {"name": name, "arguments": arguments.to_string()}});
+            events += &event(json!({"choices": [{"delta": {"tool_calls": [call]}}]}));
+            "tool_calls"
+        }
+        Truth::Says(said) => {
+            let said = match mischief {
+                Mischief::Garble => "the the the ".repeat(9),
+                _ => said.clone(),
+            };
+            for word in said.split_inclusive(' ') {
+                events += &event(json!({"choices": [{"delta": {"content": word}}]}));
+            }
+            "stop"
+        }
+        _ => unreachable!("agents say or call"),
+    };
+    match mischief {
+        Mischief::Refuse => return (StatusCode::SERVICE_UNAVAILABLE, "full").into_response(),
+        Mischief::Hang => std::future::pending::<()>().await,
+        Mischief::Garble if finish == "tool_calls" => {
+            events = event(json!({"choices": [{"delta": {"content": "<｜DSML｜invoke"}}]}));
+            events += &event(json!({"choices": [{"delta": {}, "finish_reason": "stop"}]}));
+        }
+        _ => events += &event(json!({"choices": [{"delta": {}, "finish_reason": finish}]})),
+    }
+    events +=
+        &event(json!({"choices": [], "usage": {"prompt_tokens": 400, "completion_tokens": 9}}));
+    if mischief != Mischief::Break {
+        events += "data: [DONE]\n\n";
+    }
+    ([(header::CONTENT_TYPE, "text/event-stream")], Body::from(events)).into_response()
+}
+
+async fn lines(workload: &Workload, fault: Fault, answer: Duration) -> Vec<Line> {
+    let url = serve(workload, fault).await;
+    let subject = Subject { url, api_key: None, answer };
+    let (send, mut receive) = unbounded_channel();
+    let what = ("c".to_owned(), workload.clone(), SEED);
+    let asked = tokio::spawn(run(subject, what, 0..workload.sessions, 8, send));
+    let mut lines = Vec::new();
+    while let Some(line) = receive.recv().await {
+        lines.push(line);
+    }
+    asked.await.expect("no panic").expect("a client");
+    lines.sort_by_key(Line::place);
+    lines
+}
+
+const PATIENT: Duration = Duration::from_secs(60);
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_healthy_server_is_right_in_everything() {
+    let workload = workload(20);
+    let lines = lines(&workload, |_| Mischief::None, PATIENT).await;
+    assert_eq!(lines.len(), workload.all(SEED).count());
+    assert!(lines.iter().all(|line| line.verdict == Verdict::Right));
+    assert!(lines.iter().all(|line| line.first_us.is_some()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_of_a_hundred_garbled_streams_are_found_and_their_rate_is_in_the_interval() {
+    let workload = workload(300);
+    let every_fiftieth = |number| if number % 50 == 7 { Mischief::Garble } else { Mischief::None };
+    let lines = lines(&workload, every_fiftieth, PATIENT).await;
+    let tally = Tally::new(&lines, None);
+    assert!(tally.judged() > 1000, "{}", tally.judged());
+    assert_eq!(tally.corrupted, (tally.judged() + 42) / 50);
+    assert!(tally.corruption().holds(0.02), "{:?}", tally.corruption());
+    assert!(tally.signs[&Sign::Loop] > 0 && tally.signs[&Sign::Markup] > 0, "{:?}", tally.signs);
+    assert_eq!(tally.wrong, 0);
+
+    // All of it can be computed again from the lines as they are written down.
+    let text: String =
+        lines.iter().map(|line| serde_json::to_string(line).unwrap() + "\n").collect();
+    let again = record::read(&text).unwrap();
+    assert!(again == lines, "another reading");
+    let report = |lines: Vec<Line>| Report::new(&[("c".to_owned(), lines)], false, "").markdown();
+    assert_eq!(report(again), report(lines));
+    assert_eq!(record::read("\n{\"cell\": 1}\n").unwrap_err().number, 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_busy_broken_or_silent_server_is_not_called_corrupt() {
+    let workload = workload(10);
+    let fault = |number| match number % 5 {
+        0 => Mischief::Refuse,
+        1 => Mischief::Break,
+        2 => Mischief::Hang,
+        _ => Mischief::None,
+    };
+    let lines = lines(&workload, fault, Duration::from_millis(300)).await;
+    let tally = Tally::new(&lines, None);
+    assert_eq!((tally.corrupted, tally.wrong), (0, 0));
+    assert!(tally.refused > 0 && tally.lost > tally.refused && tally.right > 0, "{tally:?}");
+    assert_eq!(tally.refused + tally.lost + tally.right, tally.requests);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn clients_leave_where_they_are_to() {
+    let workload = Workload { aborts: 0.4, ..workload(20) };
+    let lines = lines(&workload, |_| Mischief::None, PATIENT).await;
+    let leaves = workload.all(SEED).filter(|ask| ask.leaves_after.is_some()).count();
+    let tally = Tally::new(&lines, None);
+    // Answers of fewer pieces end before.
+    assert!(tally.left > 0 && tally.left as usize <= leaves, "{} of {leaves}", tally.left);
+    assert_eq!(tally.right, tally.requests);
+}
