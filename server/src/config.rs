@@ -1,11 +1,13 @@
 //! Flags, read once and checked once.
 
+mod edge;
 pub mod layers;
 mod router;
 mod trace;
 
 use crate::http::access::{Access, AccessError};
 use clap::{Args, Parser, Subcommand, ValueEnum};
+pub use edge::EdgeArgs;
 use kv_pool::{Fingerprint, IndexKeyType, Numerics};
 pub use router::RouterArgs;
 use std::path::PathBuf;
@@ -251,6 +253,13 @@ pub struct ServeArgs {
     /// Seconds that running requests have to end after SIGTERM; a second signal ends them at once.
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     pub drain_timeout: u64,
+    /// Seconds without a sign of life of a worker that has work after which /health and /readyz say
+    /// that it has failed; 0 for no limit.
+    #[arg(long, default_value_t = 300, value_name = "SECONDS")]
+    pub watchdog_timeout: u64,
+    /// What comes in over HTTP.
+    #[command(flatten)]
+    pub edge: EdgeArgs,
     /// Who may ask.
     #[command(flatten)]
     pub access: AccessArgs,
@@ -397,6 +406,11 @@ pub enum ConfigError {
     /// An address for others, and nobody to tell it to.
     #[error("--advertise-host is told to others, see --discovery")]
     NobodyIsTold,
+    /// A router would speak plain HTTP to a port with TLS.
+    #[error(
+        "--ssl-certfile: routers speak plain HTTP to workers, so a worker with TLS cannot be announced with --discovery; give the router the certificate"
+    )]
+    FoundBehindTls,
     /// Somebody else listens there.
     #[error(
         "address {address} is in use: stop the process that listens there, or give another {flag} (0 picks a free port)"
@@ -507,6 +521,9 @@ impl ServeArgs {
     pub fn validate(&self) -> Result<(), ConfigError> {
         let mode = self.disaggregation_mode;
         self.check_discovery()?;
+        if self.is_found_behind_tls() {
+            return Err(ConfigError::FoundBehindTls);
+        }
         let has_peers = !self.disaggregation_bootstrap.is_empty() || self.discovery.is_some();
         if mode == Mode::Decode && !has_peers {
             return Err(ConfigError::NoBootstrap);

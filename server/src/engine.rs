@@ -8,6 +8,7 @@ use crate::trace::Span;
 use dsv4_model::sample::{Sampled, SamplingParams};
 use std::fmt;
 use std::pin::Pin;
+use std::time::Duration;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 /// One prompt to continue.
@@ -114,6 +115,8 @@ pub enum FailureKind {
     Unavailable,
     /// A fault of ours.
     Internal,
+    /// Somebody who may has ended it.
+    Aborted,
 }
 
 /// One step of an output. A stream of events is any number of `Token`, then exactly one of
@@ -261,6 +264,14 @@ pub struct EngineInfo {
     pub created: u64,
 }
 
+impl EngineInfo {
+    /// Whether requests make sense here: a prefill worker takes none.
+    #[must_use]
+    pub fn takes_requests(&self) -> bool {
+        self.mode != "prefill"
+    }
+}
+
 /// One named number for `/metrics` and the page.
 #[derive(Clone, Debug)]
 pub struct Metric {
@@ -332,6 +343,9 @@ pub struct WorkerView {
     pub peers: Vec<(String, String, String)>,
     /// Requests: those under way first, then the last ones that ended.
     pub requests: Vec<JourneyView>,
+    /// Time since its thread last went round its loop, which it does at least once a second while it
+    /// has nothing to do, and after each step otherwise.
+    pub beat_age: Duration,
 }
 
 /// A moving picture of the process.

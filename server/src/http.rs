@@ -36,6 +36,8 @@ mod messages;
 mod messages_request;
 pub mod metrics;
 mod native;
+mod open;
+mod operations;
 pub mod page;
 mod parse;
 mod pieces;
@@ -46,7 +48,9 @@ mod sampling;
 mod serve;
 mod shape;
 mod sse;
+pub mod starting;
 mod stop;
+pub mod tls;
 mod tokens;
 
 use crate::engine::{Engine, Provenance};
@@ -61,10 +65,14 @@ use axum::routing::{get, post};
 use dsv4_model::text::Tokenizer;
 use error::{ApiError, ErrorStyle};
 use fields::Fields;
-pub(crate) use generate::collect_body;
+pub(crate) use generate::{collect_body, expect_json};
+pub(crate) use info::{FlushQuery, flush_query};
 use metrics::HttpMetrics;
+pub(crate) use open::AbortWish;
+use open::OpenRequests;
+pub use operations::About;
 use prompt::ChatEncoder;
-pub use serve::{HEADER_TIMEOUT, serve};
+pub use serve::{Edge, HEADER_TIMEOUT, serve, serve_with};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::Semaphore;
@@ -75,6 +83,9 @@ pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id"
 pub(crate) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 /// Longest request id that is taken over from a client.
 const MAX_REQUEST_ID: usize = 128;
+
+/// Largest request body unless a flag says otherwise, bytes.
+pub(crate) const MAX_BODY_BYTES: usize = 32 << 20;
 
 /// How the HTTP side of a worker behaves.
 #[derive(Clone, Debug)]
@@ -101,6 +112,10 @@ pub struct HttpConfig {
     pub keep_alive: Duration,
     /// How many traces begin here, if spans are recorded.
     pub traces: Option<Sampling>,
+    /// Longest wait of `/health_generate` for its token.
+    pub probe_timeout: Duration,
+    /// What `/server_info` says about the process.
+    pub about: About,
 }
 
 impl Default for HttpConfig {
@@ -110,12 +125,14 @@ impl Default for HttpConfig {
             aliases: Vec::new(),
             default_thinking: false,
             recipe_sampling: false,
-            max_body_bytes: 32 << 20,
+            max_body_bytes: MAX_BODY_BYTES,
             header_timeout: HEADER_TIMEOUT,
             body_timeout: Duration::from_secs(30),
             retry_after_s: 1,
             keep_alive: Duration::from_secs(15),
             traces: None,
+            probe_timeout: Duration::from_secs(20),
+            about: About::default(),
         }
     }
 }
@@ -135,6 +152,10 @@ pub struct AppState {
     metrics: Arc<HttpMetrics>,
     /// Requests that may be read and encoded at once.
     encode_slots: Arc<Semaphore>,
+    /// Requests that are being answered.
+    open: Arc<OpenRequests>,
+    /// For the one probe at a time.
+    probe_slot: Semaphore,
 }
 
 impl AppState {
@@ -208,6 +229,8 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
         bos_token: tokenizer.token_id("<｜begin▁of▁sentence｜>"),
         metrics: Arc::new(HttpMetrics::new(&config.served_model_name)),
         encode_slots: Arc::new(Semaphore::new(cores)),
+        open: Arc::default(),
+        probe_slot: Semaphore::new(1),
         engine,
         tokenizer,
         config,
@@ -216,6 +239,13 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
     Router::new()
         .merge(page::routes())
         .route("/health", get(info::health))
+        .route("/readyz", get(operations::readyz))
+        .route("/health_generate", get(operations::health_generate))
+        .route("/server_info", get(operations::server_info))
+        .route("/get_server_info", get(operations::server_info))
+        .route("/model_info", get(operations::model_info))
+        .route("/get_model_info", get(operations::model_info))
+        .route("/abort_request", post(operations::abort_request))
         .route("/metrics", get(info::metrics))
         .route("/stats.json", get(info::stats))
         .route("/flush_cache", post(info::flush_cache))
@@ -337,9 +367,17 @@ async fn observe(
 
 /// A path as a label: one of a fixed set.
 pub(crate) fn known_path(path: &str) -> &'static str {
-    const PATHS: [&str; 13] = [
+    const PATHS: [&str; 21] = [
         "/",
         "/health",
+        "/readyz",
+        "/health_generate",
+        "/server_info",
+        "/get_server_info",
+        "/model_info",
+        "/get_model_info",
+        "/abort_request",
+        "/flush_cache",
         "/metrics",
         "/stats.json",
         "/v1/models",

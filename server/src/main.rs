@@ -4,18 +4,23 @@ use anyhow::Context;
 use dsv4_server::cache_command::{self, CacheEnd};
 use dsv4_server::clock::wall_time;
 use dsv4_server::config::layers::{LayerError, Layered, Setting};
-use dsv4_server::config::{self, CacheCommand, Command, ConfigError, Mode, RouterArgs, ServeArgs};
+use dsv4_server::config::{
+    self, CacheCommand, Command, ConfigError, EdgeArgs, Mode, RouterArgs, ServeArgs,
+};
 use dsv4_server::engine::{Engine, Health};
-use dsv4_server::http::{self, HEADER_TIMEOUT, HttpConfig};
+use dsv4_server::http::starting::Starting;
+use dsv4_server::http::{self, Edge, HEADER_TIMEOUT, HttpConfig};
 use dsv4_server::node::found::{self, Announced};
-use dsv4_server::node::{Node, NodeEngine, Published};
+use dsv4_server::node::{Node, NodeEngine, NodeOptions, Published, Tell};
 use dsv4_server::router::{ReverseProxy, RouterConfig};
+use dsv4_server::trace::Sampling;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 use tracing_subscriber::Layer as _;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
@@ -156,55 +161,48 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
     let traces = args.trace.traces(args.disaggregation_mode.name())?;
     let runtime = runtime()?;
     survive_file_limit(&runtime)?;
+    let edge = edge(&args.edge, &runtime)?;
     let listener = runtime.block_on(listen(&args.host, args.port))?;
     let address = listener.local_addr().context("read the port that was given")?;
-    let mut node = Node::start(args)?;
-    let engine: Arc<dyn Engine> = node.engine();
-    let info = engine.info().clone();
+    let address = Address { scheme: scheme(&edge), socket: address };
+    // Whoever asks while the model is loaded is told so.
+    let starting = Starting::new("loading the model");
+    let (begin_stop, stopped) = tokio::sync::oneshot::channel();
+    let served = {
+        let app = http::access::protect(starting.app(), access);
+        // The sender lives until serving is to stop.
+        let stop = async { drop(stopped.await) };
+        runtime.spawn(serve(listener, app, edge, stop, Duration::from_secs(args.drain_timeout)))
+    };
+    let mut node = load(args, &starting)?;
+    join(&node, args.disaggregation_mode, &runtime)?;
     if let Some(traces) = &traces {
         node.engine().record(&traces.sender);
     }
-    let config = HttpConfig {
-        served_model_name: info.model_id.clone(),
-        default_thinking: args.default_thinking,
-        recipe_sampling: args.recipe_sampling,
-        traces: traces.as_ref().map(|traces| traces.sampling),
-        ..HttpConfig::default()
-    };
-    let app = http::access::protect(http::router(engine, node.tokenizer(), config), access);
+    let sampling = traces.as_ref().map(|traces| traces.sampling);
+    starting.hand_over(endpoints(args, settings, &node, sampling));
     // A signal that comes as soon as the line below is read is heard.
     let signalled = {
         let _context = runtime.enter();
         terminated()
     };
-    announce(&node, args.disaggregation_mode, &runtime, address)?;
+    announce(&node, &runtime, address);
     hint(&node, args.disaggregation_mode, address);
+    let address = address.socket;
     let announced = {
         let _context = runtime.enter();
         found::announce(args, &mut node, address)?
     };
     let leaving = announced.as_ref().map(Announced::stopper);
-    let draining = node.engine();
-    let seconds = args.drain_timeout;
-    let stop = async move {
+    let (engine, seconds) = (node.engine(), args.drain_timeout);
+    let served = async move {
         signalled.await;
-        draining.drain();
-        // Others learn at once that they are not to ask it any more.
-        if let Some(leaving) = leaving {
-            leaving.send_replace(true);
-        }
-        let open = draining.open_requests();
-        tracing::info!(open, seconds, "draining: no new requests, the running ones may end");
-        tokio::spawn(async move {
-            let limit = tokio::time::sleep(Duration::from_secs(seconds));
-            tokio::select! {
-                () = terminated() => tracing::warn!("second signal: running requests are ended"),
-                () = limit => tracing::warn!(seconds, "running requests are ended"),
-            }
-            draining.stop_now();
-        });
+        drain(engine, leaving, seconds);
+        // Nobody listens when serving has ended by itself.
+        let _ = begin_stop.send(());
+        served.await
     };
-    runtime.block_on(serve(listener, app, stop, Duration::from_secs(seconds)));
+    runtime.block_on(served).context("serve HTTP")?;
     if let Some(announced) = announced {
         // Whoever cannot be told finds out by himself.
         let told = async { tokio::time::timeout(LAST_WORDS, announced.ended()).await.is_ok() };
@@ -218,8 +216,90 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
     Ok(())
 }
 
+/// Takes no new requests, and ends the running ones after so many seconds or at a second signal. Must
+/// be called on a Tokio runtime.
+fn drain(engine: Arc<NodeEngine>, leaving: Option<watch::Sender<bool>>, seconds: u64) {
+    engine.drain();
+    // Others learn at once that they are not to ask it any more.
+    if let Some(leaving) = leaving {
+        leaving.send_replace(true);
+    }
+    let open = engine.open_requests();
+    tracing::info!(open, seconds, "draining: no new requests, the running ones may end");
+    tokio::spawn(async move {
+        let limit = tokio::time::sleep(Duration::from_secs(seconds));
+        tokio::select! {
+            () = terminated() => tracing::warn!("second signal: running requests are ended"),
+            () = limit => tracing::warn!(seconds, "running requests are ended"),
+        }
+        engine.stop_now();
+    });
+}
+
+/// Loads the model and starts the workers.
+fn load(args: &ServeArgs, starting: &Starting) -> anyhow::Result<Node> {
+    let told = starting.clone();
+    let tell: Tell = Box::new(move |what| told.say(what));
+    Node::start_with(args, &NodeOptions { tell: Some(tell), ..NodeOptions::default() })
+}
+
+/// The endpoints of a worker.
+fn endpoints(
+    args: &ServeArgs,
+    settings: &[Setting],
+    node: &Node,
+    traces: Option<Sampling>,
+) -> axum::Router {
+    let engine: Arc<dyn Engine> = node.engine();
+    let config = HttpConfig {
+        served_model_name: engine.info().model_id.clone(),
+        default_thinking: args.default_thinking,
+        recipe_sampling: args.recipe_sampling,
+        max_body_bytes: args.edge.max_body_bytes(),
+        about: args.about(settings),
+        traces,
+        ..HttpConfig::default()
+    };
+    http::router(engine, node.tokenizer(), config)
+}
+
+/// How connections are treated. A certificate is read again whenever the process gets SIGHUP.
+fn edge(args: &EdgeArgs, runtime: &tokio::runtime::Runtime) -> anyhow::Result<Edge> {
+    let tls = args.tls()?.map(Arc::new);
+    if let Some(tls) = tls.clone() {
+        let _context = runtime.enter();
+        let mut hangup = signal(SignalKind::hangup()).context("hear SIGHUP")?;
+        runtime.spawn(async move {
+            while hangup.recv().await.is_some() {
+                match tls.reload() {
+                    Ok(()) => tracing::info!("the certificate was read again"),
+                    Err(error) => tracing::warn!("the old certificate stays in use: {error}"),
+                }
+            }
+        });
+    }
+    Ok(Edge { tls, ..Edge::default() })
+}
+
+fn scheme(edge: &Edge) -> &'static str {
+    if edge.tls.is_some() { "https" } else { "http" }
+}
+
+/// Where a process listens, as a client would write it.
+#[derive(Clone, Copy, Debug)]
+struct Address {
+    scheme: &'static str,
+    socket: std::net::SocketAddr,
+}
+
+impl std::fmt::Display for Address {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}://{}", self.scheme, self.socket)
+    }
+}
+
 /// Says who may connect where, and what to try.
-fn hint(node: &Node, mode: Mode, address: std::net::SocketAddr) {
+fn hint(node: &Node, mode: Mode, address: Address) {
     if let Some(bootstrap) = node.bootstrap() {
         say(&format!("decode workers connect to {bootstrap}"));
     }
@@ -228,7 +308,7 @@ fn hint(node: &Node, mode: Mode, address: std::net::SocketAddr) {
     }
     if mode != Mode::Prefill {
         say(&format!(
-            "try: curl http://{address}/v1/chat/completions -H 'content-type: application/json' \
+            "try: curl {address}/v1/chat/completions -H 'content-type: application/json' \
              -d '{{\"model\":\"{}\",\"messages\":[{{\"role\":\"user\",\"content\":\"Hi\"}}]}}'",
             node.engine().info().model_id
         ));
@@ -246,31 +326,28 @@ fn told(published: Published) -> Option<String> {
     }
 }
 
-/// Says where the worker serves, and that it is ready once it is.
-///
-/// A process with both workers waits for them to find each other: a prompt that came before would be
-/// computed by the decode worker, without the hand-off that this mode is for. A decode worker whose
-/// prefill workers are elsewhere serves at once and says so; `/health` answers 503 until then.
-fn announce(
-    node: &Node,
-    mode: Mode,
-    runtime: &tokio::runtime::Runtime,
-    address: std::net::SocketAddr,
-) -> anyhow::Result<()> {
-    let engine = node.engine();
-    let ready =
-        format!("{} is ready on http://{address} ({})", engine.info().model_id, node.summary());
-    if mode == Mode::Both {
-        let joined = until_ready(Arc::clone(&engine));
-        // The timer needs the runtime that the block runs in.
-        let joined = runtime.block_on(async { tokio::time::timeout(JOIN_LIMIT, joined).await });
-        let seconds = JOIN_LIMIT.as_secs();
-        joined.with_context(|| {
-            format!("the workers of this process did not find each other in {seconds} seconds")
-        })??;
+/// Waits, in a process with both workers, for them to find each other: a prompt that came before would
+/// be computed by the decode worker, without the hand-off that this mode is for.
+fn join(node: &Node, mode: Mode, runtime: &tokio::runtime::Runtime) -> anyhow::Result<()> {
+    if mode != Mode::Both {
+        return Ok(());
     }
+    let joined = until_ready(node.engine());
+    // The timer needs the runtime that the block runs in.
+    let joined = runtime.block_on(async { tokio::time::timeout(JOIN_LIMIT, joined).await });
+    let seconds = JOIN_LIMIT.as_secs();
+    joined.with_context(|| {
+        format!("the workers of this process did not find each other in {seconds} seconds")
+    })?
+}
+
+/// Says where the worker serves, and that it is ready once it is. A decode worker whose prefill workers
+/// are elsewhere serves at once and says so; `/health` answers 503 until then.
+fn announce(node: &Node, runtime: &tokio::runtime::Runtime, address: Address) {
+    let engine = node.engine();
+    let ready = format!("{} is ready on {address} ({})", engine.info().model_id, node.summary());
     if let Health::Starting(why) = engine.health() {
-        say(&format!("{} listens on http://{address} (not ready: {why})", engine.info().model_id));
+        say(&format!("{} listens on {address} (not ready: {why})", engine.info().model_id));
         runtime.spawn(async move {
             if until_ready(engine).await.is_ok() {
                 say(&ready);
@@ -279,7 +356,6 @@ fn announce(
     } else {
         say(&ready);
     }
-    Ok(())
 }
 
 /// How long the two workers of one process may take to find each other.
@@ -302,9 +378,11 @@ fn run_router(args: &RouterArgs, settings: &[Setting], unknown: &[String]) -> an
     log_settings(settings, unknown);
     let access = args.access.access()?;
     let runtime = runtime()?;
+    let edge = edge(&args.edge, &runtime)?;
     runtime.block_on(async {
         let traces = args.trace.traces("router")?;
-        let config = RouterConfig { traces: traces.clone(), ..args.router_config() };
+        let mut config = RouterConfig { traces: traces.clone(), ..args.router_config() };
+        config.about.flags = settings.to_vec();
         let router = ReverseProxy::new(config)?;
         let listener = listen(&args.host, args.port).await?;
         let address = listener.local_addr().context("read the port that was given")?;
@@ -317,8 +395,13 @@ fn run_router(args: &RouterArgs, settings: &[Setting], unknown: &[String]) -> an
             tokio::spawn(router.discover(url.clone()));
         }
         // A signal that comes as soon as the line below is read is heard.
-        let stop = terminated();
-        say(&format!("router is ready on http://{address} ({} workers)", args.workers.len()));
+        let (signalled, draining) = (terminated(), router.clone());
+        let stop = async move {
+            signalled.await;
+            draining.drain();
+        };
+        let address = Address { scheme: scheme(&edge), socket: address };
+        say(&format!("router is ready on {address} ({} workers)", args.workers.len()));
         if let Some(listener) = registry {
             let address = listener.local_addr().context("read the port that was given")?;
             say(&format!("workers register with --discovery http://{address}"));
@@ -327,7 +410,7 @@ fn run_router(args: &RouterArgs, settings: &[Setting], unknown: &[String]) -> an
         }
         let app = http::access::protect(router.app(), access);
         drop(router);
-        serve(listener, app, stop, ROUTER_DRAIN).await;
+        serve(listener, app, edge, stop, ROUTER_DRAIN).await;
         if let Some(traces) = traces {
             // It waits for a thread.
             tokio::task::spawn_blocking(move || traces.sender.close()).await?;
@@ -346,6 +429,7 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 async fn serve(
     listener: TcpListener,
     app: axum::Router,
+    edge: Edge,
     stop: impl Future<Output = ()> + Send + 'static,
     drain: Duration,
 ) {
@@ -367,7 +451,7 @@ async fn serve(
         tokio::time::sleep(LAST_WORDS).await;
     };
     tokio::select! {
-        () = http::serve(listener, app, HEADER_TIMEOUT, stop) => {}
+        () = http::serve_with(listener, app, edge, stop) => {}
         () = limit => tracing::warn!("connections are left open"),
     }
 }

@@ -2,6 +2,8 @@
 
 mod cache;
 pub mod found;
+mod health;
+mod load;
 mod memory;
 mod numbers;
 pub mod peers;
@@ -26,12 +28,13 @@ use crate::worker::{
 use anyhow::Context;
 pub use cache::WrapStore;
 use crossbeam_channel::TrySendError;
-use dsa_kernels::CpuDevice;
 use dsa_kernels::cpu::CpuKernels;
+use dsa_kernels::{CpuDevice, Kernels};
+use dsv4_model::Model;
 use dsv4_model::config::ModelConfig;
 use dsv4_model::text::Tokenizer;
-use dsv4_model::{LoadOptions, Model};
 use kv_pool::{Fingerprint, Geometry};
+pub use load::Tell;
 use numbers::{metrics_of, view_of};
 use pd_transfer::driver::{Driver, DriverConfig, DriverHandle, Verifier};
 use pd_transfer::inprocess::InProcessNet;
@@ -53,7 +56,10 @@ pub type WrapTransport = Box<dyn Fn(TransportFactory) -> TransportFactory>;
 /// Puts another check around that of landed pages.
 pub type WrapVerifier = Box<dyn Fn(Arc<PageVerifier>) -> Arc<dyn Verifier>>;
 
-/// What tests may put in place of a part.
+/// Puts other kernels around those of the processor.
+pub type WrapKernels = Box<dyn Fn(Arc<dyn Kernels>) -> Arc<dyn Kernels>>;
+
+/// What tests may put in place of a part, and who hears how far the start is.
 #[derive(Default)]
 pub struct NodeOptions {
     /// Wraps the transport of a decode worker, which is the one that reads pages.
@@ -62,6 +68,10 @@ pub struct NodeOptions {
     pub wrap_verifier: Option<WrapVerifier>,
     /// Wraps the cache's store in a folder.
     pub wrap_store: Option<WrapStore>,
+    /// Wraps the operations of the forward pass.
+    pub wrap_kernels: Option<WrapKernels>,
+    /// Hears what is being loaded.
+    pub tell: Option<Tell>,
 }
 
 impl std::fmt::Debug for NodeOptions {
@@ -107,6 +117,8 @@ pub struct NodeEngine {
     limits: WorkerConfig,
     grammars: Grammars,
     next_id: AtomicU64,
+    /// Longest time without a sign of life of a worker that has work.
+    watchdog: Option<Duration>,
 }
 
 impl NodeEngine {
@@ -211,19 +223,7 @@ impl Engine for NodeEngine {
     }
 
     fn health(&self) -> Health {
-        for worker in &self.workers {
-            let shared = &worker.shared;
-            if shared.stopped.load(Ordering::Acquire) {
-                return Health::Failed(format!("the {} worker has ended", worker.role.name()));
-            }
-            if shared.draining.load(Ordering::Acquire) {
-                return Health::Draining;
-            }
-            if worker.role == Role::Decode && !shared.had_peer.load(Ordering::Acquire) {
-                return Health::Starting(shared.why_alone());
-            }
-        }
-        Health::Ready
+        health::health_of(&self.workers, self.watchdog)
     }
 
     fn flush_cache(&self, stores: bool) -> Flushing {
@@ -284,7 +284,8 @@ impl Published {
 
 /// The checkpoint that was asked for, or the default one, seen from the current folder or from the
 /// source tree.
-fn model_path(args: &ServeArgs) -> PathBuf {
+#[must_use]
+pub fn model_path(args: &ServeArgs) -> PathBuf {
     if let Some(path) = &args.model_path {
         return path.clone();
     }
@@ -349,14 +350,11 @@ impl Node {
         let threads = args.threads.map(usize::from).unwrap_or_else(|| {
             std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
         });
-        let kernels = Arc::new(CpuKernels::new(threads));
-        let load = LoadOptions {
-            numerics: args.numerics,
-            index_key: args.index_k_dtype,
-            kernels: kernels.clone(),
-        };
-        let model = Model::load(&path, load)
-            .with_context(|| format!("load the model in {}", path.display()))?;
+        let mut kernels: Arc<dyn Kernels> = Arc::new(CpuKernels::new(threads));
+        if let Some(wrap) = &options.wrap_kernels {
+            kernels = wrap(kernels);
+        }
+        let model = load::model(args, &path, kernels, options)?;
         let tokenizer = Tokenizer::from_dir(&path)
             .with_context(|| format!("load the tokenizer in {}", path.display()))?;
         let tokenizer = Arc::new(tokenizer);
@@ -387,6 +385,8 @@ impl Node {
             limits: node.parts.config,
             grammars: node.grammars,
             next_id: AtomicU64::new(1),
+            watchdog: (args.watchdog_timeout > 0)
+                .then(|| Duration::from_secs(args.watchdog_timeout)),
         });
         Ok(Self {
             engine,

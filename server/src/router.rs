@@ -7,6 +7,7 @@
 
 pub mod choice;
 mod errand;
+mod operations;
 mod proxy;
 mod registry;
 mod trip;
@@ -14,7 +15,7 @@ mod view;
 mod workers;
 
 use crate::http::error::{ApiError, ErrorStyle};
-use crate::http::{RequestId, known_path, no_path, page, wrong_method};
+use crate::http::{About, MAX_BODY_BYTES, RequestId, known_path, no_path, page, wrong_method};
 use crate::net::discovery::{
     self, Change, DiscoveryUrl, Leases, Listening, Member, Members, Notice, Pace,
 };
@@ -28,11 +29,12 @@ use axum::routing::{get, post};
 use choice::{ChoiceConfig, HashKey};
 use proxy::ProxyClient;
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::time::MissedTickBehavior;
-use workers::Workers;
+use workers::{Worker, Workers};
 
 /// How a router behaves.
 #[derive(Clone, Debug)]
@@ -59,6 +61,8 @@ pub struct RouterConfig {
     pub retry_after_s: u32,
     /// What is recorded of traces.
     pub traces: Option<Traces>,
+    /// What `/server_info` says about the process.
+    pub about: About,
 }
 
 impl Default for RouterConfig {
@@ -71,10 +75,11 @@ impl Default for RouterConfig {
             health_interval: Duration::from_secs(1),
             health_timeout: Duration::from_secs(3),
             max_queued_requests: 1024,
-            max_body_bytes: 32 << 20,
+            max_body_bytes: MAX_BODY_BYTES,
             body_timeout: Duration::from_secs(30),
             retry_after_s: 1,
             traces: None,
+            about: About::default(),
         }
     }
 }
@@ -106,6 +111,19 @@ pub(crate) struct RouterState {
     members: Mutex<Members>,
     /// Those that have registered here.
     leases: Mutex<Leases>,
+    is_draining: AtomicBool,
+}
+
+impl RouterState {
+    fn is_draining(&self) -> bool {
+        self.is_draining.load(Ordering::Acquire)
+    }
+
+    /// Asks a worker for its health and takes in what it says.
+    async fn check(&self, worker: &Worker) {
+        let found = proxy::check(&self.client, worker, self.config.health_timeout).await;
+        self.workers.take_in(worker, found.0, found.1);
+    }
 }
 
 /// A router: its endpoints and its health checks.
@@ -136,7 +154,14 @@ impl ReverseProxy {
         let client = proxy::client(config.health_timeout);
         let slots =
             Arc::new(Semaphore::new(config.max_queued_requests.min(Semaphore::MAX_PERMITS)));
-        Ok(Self(Arc::new(RouterState { config, workers, client, slots, members, leases })))
+        let is_draining = AtomicBool::new(false);
+        let state = RouterState { config, workers, client, slots, members, leases, is_draining };
+        Ok(Self(Arc::new(state)))
+    }
+
+    /// From now on `/health` and `/readyz` say that the router is about to end.
+    pub fn drain(&self) {
+        self.0.is_draining.store(true, Ordering::Release);
     }
 
     /// The endpoints.
@@ -145,6 +170,14 @@ impl ReverseProxy {
         Router::new()
             .merge(page::routes())
             .route("/health", get(view::health))
+            .route("/readyz", get(view::health))
+            .route("/health_generate", get(proxy::forward))
+            .route("/server_info", get(operations::server_info))
+            .route("/get_server_info", get(operations::server_info))
+            .route("/model_info", get(proxy::forward))
+            .route("/get_model_info", get(proxy::forward))
+            .route("/abort_request", post(operations::abort_request))
+            .route("/flush_cache", post(operations::flush_cache))
             .route("/metrics", get(view::metrics))
             .route("/stats.json", get(view::stats))
             .route("/v1/models", get(proxy::forward))
@@ -166,11 +199,19 @@ impl ReverseProxy {
     /// Asks every worker for its health, once, and forgets those that have left.
     pub async fn check_workers(&self) {
         let state = &self.0;
-        let checks = state.workers.all().into_iter().map(|worker| async move {
-            let found = proxy::check(&state.client, &worker, state.config.health_timeout).await;
-            worker.set_health(found);
-        });
-        futures_util::future::join_all(checks).await;
+        let all = state.workers.all();
+        if state.workers.model().is_some() {
+            let checks = all.iter().map(|worker| state.check(worker));
+            futures_util::future::join_all(checks).await;
+        } else {
+            // In their order, whoever answers first: the first one's model is that of all.
+            let limit = state.config.health_timeout;
+            let checks = all.iter().map(|worker| proxy::check(&state.client, worker, limit));
+            let found = futures_util::future::join_all(checks).await;
+            for (worker, (found, facts)) in all.iter().zip(found) {
+                state.workers.take_in(worker, found, facts);
+            }
+        }
         state.workers.clear_away();
     }
 
@@ -185,10 +226,7 @@ impl ReverseProxy {
                 Change::Joined(address) => match state.workers.join(&address) {
                     Ok(Some(worker)) => {
                         let state = Arc::clone(state);
-                        tokio::spawn(async move {
-                            let limit = state.config.health_timeout;
-                            worker.set_health(proxy::check(&state.client, &worker, limit).await);
-                        });
+                        tokio::spawn(async move { state.check(&worker).await });
                     }
                     Ok(None) => {}
                     Err(error) => tracing::warn!("discovery: {error}"),
@@ -274,10 +312,33 @@ async fn observe(
 
 /// No worker can take the request.
 fn none_ready(state: &RouterState) -> ApiError {
-    let message = match state.workers.all().len() {
+    let all = state.workers.all();
+    let message = match all.len() {
         0 => "no worker has joined yet".to_owned(),
-        1 => "the worker is not ready".to_owned(),
-        count => format!("none of the {count} workers is ready"),
+        1 => format!("the worker is not ready: {}", reasons(&all)),
+        count => format!("none of the {count} workers is ready: {}", reasons(&all)),
     };
     ApiError::unavailable("no_worker", message, state.config.retry_after_s)
+}
+
+/// Why workers take no requests, of as many as there is room for.
+fn reasons(all: &[Arc<Worker>]) -> String {
+    /// Most workers that are named, and most characters of what is said of each.
+    const MOST: (usize, usize) = (8, 100);
+    let of = |worker: &Arc<Worker>| {
+        let health = worker.health();
+        let reason = match health.reason() {
+            _ if worker.is_leaving() => "is leaving",
+            Some(reason) => reason,
+            // It was asked, or has recovered since.
+            None => "did not take the request",
+        };
+        let reason: String = reason.chars().take(MOST.1).collect();
+        format!("{} {reason}", worker.address())
+    };
+    let mut text = all.iter().take(MOST.0).map(of).collect::<Vec<_>>().join("; ");
+    if let Some(more @ 1..) = all.len().checked_sub(MOST.0) {
+        text = format!("{text}; and {more} more");
+    }
+    text
 }

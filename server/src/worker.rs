@@ -4,6 +4,7 @@
 pub mod cache;
 pub mod events;
 pub mod faults;
+pub mod heartbeat;
 mod pages;
 mod pair;
 mod prefix;
@@ -28,6 +29,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use dsv4_model::{Model, StepOutput, Workspace};
 use events::KvEvents;
 use faults::{FaultEvent, Faults};
+use heartbeat::Heartbeat;
 use kv_pool::{Fingerprint, PoolKind};
 pub use pages::need;
 use pd_transfer::driver::{DriverGone, DriverHandle};
@@ -219,6 +221,8 @@ pub struct Shared {
     pub stopped: AtomicBool,
     /// The way of each request.
     pub journeys: Journeys,
+    /// Signs of life of the thread.
+    pub heartbeat: Heartbeat,
     refusal: Mutex<Option<String>>,
     /// How it went when peers were tried last, by address.
     unreached: Mutex<BTreeMap<String, Reach>>,
@@ -432,6 +436,7 @@ impl Worker {
     /// Runs until told to stop or until nobody can reach it any more.
     pub fn run(mut self) {
         while let Flow::Go = self.listen() {
+            self.shared.heartbeat.beat();
             self.tend_cache();
             self.end_late();
             self.admit();

@@ -14,10 +14,14 @@ mod conformance;
 mod discovery;
 #[path = "main/e2e.rs"]
 mod e2e;
+#[path = "main/edge.rs"]
+mod edge;
 #[path = "main/etcd.rs"]
 mod etcd;
 #[path = "main/fake.rs"]
 mod fake;
+#[path = "main/fleet.rs"]
+mod fleet;
 #[path = "main/formats.rs"]
 mod formats;
 #[path = "main/golden.rs"]
@@ -28,12 +32,16 @@ mod grammar;
 mod http;
 #[path = "main/kv_events.rs"]
 mod kv_events;
+#[path = "main/malformed.rs"]
+mod malformed;
 #[path = "main/messages.rs"]
 mod messages;
 #[path = "main/moto.rs"]
 mod moto;
 #[path = "main/objects.rs"]
 mod objects;
+#[path = "main/operations.rs"]
+mod operations;
 #[path = "main/payload.rs"]
 mod payload;
 #[path = "main/props.rs"]

@@ -80,13 +80,23 @@ pub struct Setting {
     pub source: Source,
 }
 
+impl Setting {
+    /// Its values; what may be a secret is not shown.
+    #[must_use]
+    pub fn shown_values(&self) -> Vec<&str> {
+        let mut words = self.flag.split('-');
+        let is_secret = words.clone().next_back() == Some("token")
+            || words.any(|word| matches!(word, "key" | "keyfile" | "secret" | "password"));
+        self.values.iter().map(|value| if is_secret { "..." } else { value.as_str() }).collect()
+    }
+}
+
 impl fmt::Display for Setting {
     /// As on a command line; what may be a secret is not shown.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "--{}", self.flag)?;
-        let is_secret = self.flag.split('-').any(|word| matches!(word, "key" | "token" | "secret"));
-        for value in &self.values {
-            write!(f, " {}", if is_secret { "..." } else { value })?;
+        for value in self.shown_values() {
+            write!(f, " {value}")?;
         }
         if self.source != Source::CommandLine {
             write!(f, " ({})", self.source)?;
@@ -549,6 +559,9 @@ mod tests {
             Setting { flag: flag.to_owned(), values, source: Source::CommandLine }.to_string()
         };
         assert_eq!(of("api-key"), "--api-key ...");
+        assert_eq!(of("ssl-keyfile"), "--ssl-keyfile ...");
+        assert_eq!(of("hf-token"), "--hf-token ...");
         assert_eq!(of("host"), "--host hunter2");
+        assert_eq!(of("first-token-timeout"), "--first-token-timeout hunter2");
     }
 }

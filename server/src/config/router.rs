@@ -1,6 +1,6 @@
 //! Flags of `server router`.
 
-use super::{AccessArgs, TraceArgs};
+use super::{AccessArgs, EdgeArgs, TraceArgs};
 use crate::net::discovery::DiscoveryUrl;
 use crate::router::RouterConfig;
 use crate::router::choice::{ChoiceConfig, Policy};
@@ -74,6 +74,9 @@ pub struct RouterArgs {
     /// Most requests under way in all; one more is refused with 503.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub max_queued_requests: u32,
+    /// What comes in over HTTP.
+    #[command(flatten)]
+    pub edge: EdgeArgs,
     /// Who may ask.
     #[command(flatten)]
     pub access: AccessArgs,
@@ -104,6 +107,7 @@ impl RouterArgs {
                 ..ChoiceConfig::default()
             },
             max_queued_requests: self.max_queued_requests as usize,
+            max_body_bytes: self.edge.max_body_bytes(),
             ..RouterConfig::default()
         }
     }

@@ -1,7 +1,8 @@
 //! Who may ask: API keys, and the web pages that may (CORS).
 //!
-//! Around the endpoints of a worker or a router. Probes, metrics and the page itself, which holds
-//! nothing of anybody, are open, as in SGLang; everything else wants a key where there are keys.
+//! Around the endpoints of a worker or a router. `/health`, `/readyz`, metrics and the page itself,
+//! which hold nothing of anybody, are open, as in SGLang; everything else wants a key where there are
+//! keys.
 
 use super::error::{ApiError, ErrorStyle};
 use super::page::is_page;
@@ -143,7 +144,8 @@ fn is_equal(key: &[u8], given: &[u8]) -> bool {
 
 /// Paths that need no key.
 fn is_open(path: &str) -> bool {
-    matches!(path, "/metrics" | "/readyz") || path.starts_with("/health") || is_page(path)
+    // /health_generate costs computing and is none of them.
+    matches!(path, "/metrics" | "/readyz" | "/health") || is_page(path)
 }
 
 /// Puts the guard around all endpoints of `app`.

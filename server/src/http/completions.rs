@@ -6,11 +6,12 @@ use super::fields::{Fields, kind_of};
 use super::format::{self, Wanted};
 use super::generate::{self, Running};
 use super::metrics::RequestTimer;
+use super::open::{Answering, Names};
 use super::parse::{Failure, finite};
 use super::pieces::{Piece, PieceStream, token_text};
 use super::stop::StopMatcher;
 use super::{AppState, RequestId, cache_control, chat_request, sampling, shape, sse};
-use crate::engine::{Event, FinishReason, GenerateRequest, Generation, Provenance, Usage};
+use crate::engine::{Event, FinishReason, GenerateRequest, Provenance, Usage};
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Extension, State};
@@ -263,14 +264,15 @@ pub(super) async fn begin(
     // The others find the prompt of the first one computed.
     for choice in 1..prepared.choices {
         let request = choices::request(&generate, choice);
-        let generation = generate::submit_more(state, request.clone())?;
+        let names = Names { request: request_id.clone(), answer: generate.id.clone() };
+        let generation = generate::submit_more(state, request.clone(), names)?;
         outputs.push(output(&request, Source { generation, first: None }));
     }
     Ok((outputs, timer))
 }
 
 struct Source {
-    generation: Generation,
+    generation: Answering,
     first: Option<Event>,
 }
 
@@ -322,7 +324,7 @@ impl Part for CompletionOutput {
             let Some(source) = &mut self.source else { return Poll::Ready(None) };
             let event = match source.first.take() {
                 Some(event) => Some(event),
-                None => match source.generation.events.poll_recv(cx) {
+                None => match source.generation.poll_event(cx) {
                     Poll::Ready(event) => event,
                     Poll::Pending => return Poll::Pending,
                 },

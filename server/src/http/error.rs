@@ -11,6 +11,8 @@ use serde_json::{Value, json};
 
 /// Where Anthropic's clients look for the request's id.
 const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
+/// Status of a request that was ended from outside: nginx's for clients that have left.
+const ABORTED: u16 = 499;
 /// Anthropic's status for 503: come back later.
 const OVERLOADED: u16 = 529;
 
@@ -128,7 +130,7 @@ impl ApiError {
         Self::client(
             StatusCode::PAYLOAD_TOO_LARGE,
             "request_too_large",
-            format!("the request body is larger than {limit} bytes"),
+            format!("the request body is larger than {limit} bytes: see --max-body-mib"),
         )
     }
 
@@ -139,6 +141,13 @@ impl ApiError {
             "unsupported_media_type",
             format!("the content type is {found:?}, and only application/json is read"),
         )
+    }
+
+    /// 499: the request was ended from outside. No client repeats that by itself, and no router asks
+    /// another worker.
+    pub fn aborted(message: impl Into<String>) -> Self {
+        let status = StatusCode::from_u16(ABORTED).unwrap_or(StatusCode::BAD_REQUEST);
+        Self::client(status, "request_aborted", message)
     }
 
     /// 500: a fault of ours.
@@ -188,6 +197,7 @@ impl ApiError {
             }
             FailureKind::Unavailable => Self::unavailable("unavailable", message, retry_after),
             FailureKind::Internal => Self::internal(message),
+            FailureKind::Aborted => Self::aborted(message),
         }
     }
 
@@ -352,6 +362,7 @@ mod tests {
             (ApiError::slow_body(5), 408, "timeout_error"),
             (ApiError::too_large(5), 413, "request_too_large"),
             (ApiError::wrong_type("x"), 415, "invalid_request_error"),
+            (ApiError::aborted("m"), 499, "invalid_request_error"),
             (ApiError::internal("m"), 500, "api_error"),
             (ApiError::bad_gateway("m"), 502, "api_error"),
             (retry("queue_full"), 529, "overloaded_error"),

@@ -4,13 +4,14 @@ use super::choices;
 use super::error::ApiError;
 use super::format::Wanted;
 use super::metrics::RequestTimer;
+use super::open::{Answering, Names, OPEN_MAX};
 use super::parse::{Failure, Output, ParseSetup};
 use super::prompt::Prepared;
 use super::{AppState, RequestId};
-use crate::engine::{Event, FailureKind, GenerateRequest, Generation, Usage};
+use crate::engine::{Event, FailureKind, GenerateRequest, Usage};
 use crate::grammar::{Constraint, GrammarError};
 use axum::body::Body;
-use axum::http::{Request, header};
+use axum::http::{HeaderMap, Request, header};
 use bytes::Bytes;
 use deepseek_recipe::request::ProtocolRequest;
 use deepseek_recipe::response::ProtocolResponse;
@@ -22,7 +23,7 @@ use std::time::{Duration, Instant};
 
 /// A request that the engine has begun to answer.
 pub(super) struct Running {
-    pub(super) generation: Generation,
+    pub(super) generation: Answering,
     /// Its first event, if that came in time. Never a failure.
     pub(super) first: Option<Event>,
     pub(super) timer: RequestTimer,
@@ -82,7 +83,8 @@ where
     let others = (1..choices).map(|choice| {
         let request = choices::request(&generate, choice);
         let setup = setup(&request, &generate.id);
-        Ok(Output::new(setup, submit_more(state, request)?, None))
+        let names = Names { request: request_id.clone(), answer: generate.id.clone() };
+        Ok(Output::new(setup, submit_more(state, request, names)?, None))
     });
     let others = others.collect::<Result<_, ApiError>>()?;
     Ok((first, others, timer))
@@ -129,15 +131,20 @@ where
     Ok((response, output.usage()))
 }
 
+/// Refuses a body that is declared to be something else than JSON.
+pub(crate) fn expect_json(headers: &HeaderMap) -> Result<(), ApiError> {
+    let Some(kind) = headers.get(header::CONTENT_TYPE) else { return Ok(()) };
+    let text = String::from_utf8_lossy(kind.as_bytes()).to_ascii_lowercase();
+    let essence = text.split(';').next().unwrap_or_default().trim();
+    if essence != "application/json" {
+        return Err(ApiError::wrong_type(essence));
+    }
+    Ok(())
+}
+
 /// Reads the whole body of a JSON request.
 pub(super) async fn read_body(state: &AppState, request: Request<Body>) -> Result<Bytes, ApiError> {
-    if let Some(kind) = request.headers().get(header::CONTENT_TYPE) {
-        let text = String::from_utf8_lossy(kind.as_bytes()).to_ascii_lowercase();
-        let essence = text.split(';').next().unwrap_or_default().trim();
-        if essence != "application/json" {
-            return Err(ApiError::wrong_type(essence));
-        }
-    }
+    expect_json(request.headers())?;
     let limit = state.config.max_body_bytes;
     let declared = request.headers().get(header::CONTENT_LENGTH);
     let declared = declared.and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
@@ -205,11 +212,12 @@ pub(super) async fn submit(
         max_tokens = request.max_tokens,
         "submitting"
     );
-    let mut generation = submit_more(state, request)?;
+    let names = Names { request: request_id.clone(), answer: request.id.clone() };
+    let mut generation = submit_more(state, request, names)?;
     let mut timer = RequestTimer::start(&state.metrics, start);
     let waited = match patience {
-        None => Ok(generation.events.recv().await),
-        Some(longest) => tokio::time::timeout(longest, generation.events.recv()).await,
+        None => Ok(generation.event().await),
+        Some(longest) => tokio::time::timeout(longest, generation.event()).await,
     };
     let Ok(first) = waited else { return Ok(Running { generation, first: None, timer }) };
     match &first {
@@ -228,12 +236,19 @@ pub(super) async fn submit(
 pub(super) fn submit_more(
     state: &AppState,
     request: GenerateRequest,
-) -> Result<Generation, ApiError> {
+    names: Names,
+) -> Result<Answering, ApiError> {
+    let retry_after = state.config.retry_after_s;
+    let entered = state.open.enter(names).ok_or_else(|| {
+        let message = format!("{OPEN_MAX} answers are on their way, which is the limit");
+        ApiError::unavailable("queue_full", message, retry_after)
+    })?;
     let id = request.id.clone();
-    state.engine.submit(request).map_err(|error| {
+    let generation = state.engine.submit(request).map_err(|error| {
         tracing::debug!(id, %error, "refused");
-        ApiError::from_submit(&error, state.config.retry_after_s)
-    })
+        ApiError::from_submit(&error, retry_after)
+    })?;
+    Ok(Answering::new(generation, entered))
 }
 
 /// A constraint that the engine can follow. It is compiled elsewhere: nobody else waits for it.
@@ -258,9 +273,13 @@ pub(super) async fn compiled(state: &AppState, wanted: Wanted) -> Result<Constra
 
 /// Counts and logs a lost output, and says it in the API's terms.
 pub(super) fn fail(state: &AppState, timer: &mut RequestTimer, failure: &Failure) -> ApiError {
-    timer.fail();
+    match failure.kind {
+        FailureKind::Aborted => timer.abort(),
+        _ => timer.fail(),
+    }
     match failure.kind {
         FailureKind::Integrity => tracing::error!(message = failure.message, "answer withheld"),
+        FailureKind::Aborted => tracing::info!(message = failure.message, "answer ended"),
         _ => tracing::warn!(message = failure.message, "answer lost"),
     }
     ApiError::from_failure(failure.kind, &failure.message, state.config.retry_after_s)

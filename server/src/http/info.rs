@@ -47,9 +47,7 @@ pub(super) async fn flush_cache(
     State(state): State<Arc<AppState>>,
     query: Result<Query<FlushQuery>, QueryRejection>,
 ) -> Result<Json<Value>, ApiError> {
-    let Query(FlushQuery { storage }) = query.map_err(|_| {
-        ApiError::invalid("storage", "storage is true or false, and there is nothing else")
-    })?;
+    let storage = flush_query(query)?;
     let flushed = state.engine.flush_cache(storage).await;
     tracing::info!(
         device_blocks = flushed.blocks,
@@ -66,10 +64,20 @@ pub(super) async fn flush_cache(
     })))
 }
 
+/// Whether the stores are to be flushed too.
+pub(crate) fn flush_query(
+    query: Result<Query<FlushQuery>, QueryRejection>,
+) -> Result<bool, ApiError> {
+    let Query(FlushQuery { storage }) = query.map_err(|_| {
+        ApiError::invalid("storage", "storage is true or false, and there is nothing else")
+    })?;
+    Ok(storage)
+}
+
 /// What may be asked of `/flush_cache`.
 #[derive(Debug, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct FlushQuery {
+pub(crate) struct FlushQuery {
     #[serde(default)]
     storage: bool,
 }
@@ -79,17 +87,18 @@ pub(super) async fn health(State(state): State<Arc<AppState>>) -> Response {
     let health = state.engine.health();
     let status =
         if health == Health::Ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    (status, Json(health_json(&health))).into_response()
+    (status, Json(health_json(&health, state.engine.info()))).into_response()
 }
 
-fn health_json(health: &Health) -> Value {
+/// Mode and model are there for routers, which may have no key to ask for more.
+pub(super) fn health_json(health: &Health, info: &EngineInfo) -> Value {
     let (status, reason) = match health {
         Health::Ready => ("ready", None),
         Health::Starting(reason) => ("starting", Some(reason.as_str())),
         Health::Draining => ("draining", Some("finishing the requests under way")),
         Health::Failed(reason) => ("failed", Some(reason.as_str())),
     };
-    json!({"status": status, "reason": reason})
+    json!({"status": status, "reason": reason, "mode": info.mode, "model": info.model_id})
 }
 
 /// `GET /metrics`.
@@ -114,7 +123,7 @@ pub(super) async fn stats(State(state): State<Arc<AppState>>) -> Json<Value> {
             "fingerprint": info.fingerprint,
             "default_thinking": state.config.default_thinking,
         },
-        "health": health_json(&state.engine.health()),
+        "health": health_json(&state.engine.health(), info),
         "http": {
             "requests": counts.requests,
             "aborted": counts.aborted,
@@ -156,6 +165,7 @@ fn worker_json(worker: &WorkerView) -> Value {
         "pools": pools.collect::<Vec<_>>(),
         "tiers": tiers.collect::<Vec<_>>(),
         "peers": peers.collect::<Vec<_>>(),
+        "beat_age_s": worker.beat_age.as_secs_f64(),
         "requests": worker.requests.iter().map(journey_json).collect::<Vec<_>>(),
     })
 }

@@ -76,7 +76,7 @@ pub struct HttpMetrics {
 pub struct RequestCounts {
     /// Accepted requests.
     pub requests: u64,
-    /// Requests whose client went away.
+    /// Requests whose client went away, or that `/abort_request` has ended.
     pub aborted: u64,
     /// Requests that ended with an error after they were accepted.
     pub failed: u64,
@@ -157,7 +157,11 @@ impl HttpMetrics {
         let model = label("model_name", &self.model);
         for (name, help, value) in [
             ("sglang:num_requests_total", "Requests accepted.", numbers.requests),
-            ("sglang:num_aborted_requests_total", "Requests whose client left.", numbers.aborted),
+            (
+                "sglang:num_aborted_requests_total",
+                "Requests whose client left, or that were ended by /abort_request.",
+                numbers.aborted,
+            ),
             ("sglang:num_failed_requests_total", "Accepted requests that failed.", numbers.failed),
             (
                 "sglang:prompt_tokens_total",
@@ -268,6 +272,13 @@ impl RequestTimer {
         }
     }
 
+    /// It was ended from outside: as if its client had left.
+    pub(super) fn abort(&mut self) {
+        if !std::mem::replace(&mut self.ended, true) {
+            self.metrics.lock().aborted += 1;
+        }
+    }
+
     pub(super) fn fail(&mut self) {
         if !std::mem::replace(&mut self.ended, true) {
             self.metrics.lock().failed += 1;
@@ -277,9 +288,7 @@ impl RequestTimer {
 
 impl Drop for RequestTimer {
     fn drop(&mut self) {
-        if !self.ended {
-            self.metrics.lock().aborted += 1;
-        }
+        self.abort();
     }
 }
 

@@ -7,8 +7,9 @@
 //! real values are put in before an API's own generator sees them, once per token.
 
 use super::choices::Part;
+use super::open::Answering;
 use super::pieces::{Piece, PieceStream, token_text};
-use crate::engine::{Event, FailureKind, FinishReason, Generation, Usage};
+use crate::engine::{Event, FailureKind, FinishReason, Usage};
 use deepseek_recipe::stream::{
     ChunkGenerator, InferenceChunk, InferenceFinishReason, InferenceTokenLogprob, OutputChunk,
     ParsingOptions, PromptUsage, StreamProcessor, StreamTokenizer, TokenLogprob, TopLogprob,
@@ -127,7 +128,7 @@ fn carried(logprob: f32) -> Option<u32> {
 
 /// Events of the engine as the parser reads them.
 struct TokenSource {
-    generation: Generation,
+    generation: Answering,
     first: Option<Event>,
     pieces: PieceStream,
     log: SharedLog,
@@ -198,7 +199,7 @@ impl Stream for TokenSource {
             }
             let event = match this.first.take() {
                 Some(event) => Some(event),
-                None => match this.generation.events.poll_recv(cx) {
+                None => match this.generation.poll_event(cx) {
                     Poll::Ready(event) => event,
                     Poll::Pending => return Poll::Pending,
                 },
@@ -350,7 +351,7 @@ impl<C: Send + 'static> Output<C> {
     /// Parses `generation`, whose first event may have been read already.
     pub(super) fn new<G: ChunkGenerator<Chunk = C>>(
         setup: ParseSetup<G>,
-        generation: Generation,
+        generation: Answering,
         first: Option<Event>,
     ) -> Self {
         let log = SharedLog::default();

@@ -1,13 +1,17 @@
-//! Connections: accepting them, giving up those that send nothing, ending in good order.
+//! Connections: accepting them, TLS, HTTP/1.1 and HTTP/2, giving up those that send nothing, ending in
+//! good order.
 
+mod connection;
+mod prefixed;
+
+use super::tls::Tls;
 use axum::Router;
-use hyper::server::conn::http1;
-use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
+use connection::Serving;
 use std::io;
 use std::pin::pin;
+use std::sync::Arc;
 use std::time::Duration;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
 
 /// Longest time in which the head of a request must arrive, unless a test wants it shorter. It also
@@ -17,17 +21,56 @@ pub const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
 /// open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves until `shutdown` resolves; then no connection is accepted, and the ones in use are
-/// finished. A connection on which no whole request head arrives within `header_timeout` is closed.
+/// How connections are treated.
+#[derive(Clone, Debug)]
+pub struct Edge {
+    /// Longest time in which the head of a request must arrive, and for which a connection is kept
+    /// without one.
+    pub header_timeout: Duration,
+    /// Longest time that a TLS handshake may take.
+    pub handshake_timeout: Duration,
+    /// Silence on an HTTP/2 connection after which its client is asked whether it is there, and the
+    /// time that it has to answer.
+    pub ping: Duration,
+    /// Certificate; without one connections are plain.
+    pub tls: Option<Arc<Tls>>,
+}
+
+impl Default for Edge {
+    fn default() -> Self {
+        Self {
+            header_timeout: HEADER_TIMEOUT,
+            handshake_timeout: Duration::from_secs(10),
+            ping: Duration::from_secs(20),
+            tls: None,
+        }
+    }
+}
+
+/// Serves plain connections until `shutdown` resolves; then no connection is accepted, and the ones
+/// in use are finished. A connection on which no whole request head arrives within `header_timeout`
+/// is closed.
 pub async fn serve(
     listener: TcpListener,
     app: Router,
     header_timeout: Duration,
     shutdown: impl Future<Output = ()> + Send + 'static,
 ) {
+    let edge = Edge { header_timeout, ..Edge::default() };
+    serve_with(listener, app, edge, shutdown).await;
+}
+
+/// The same for connections that are treated as `edge` says.
+pub async fn serve_with(
+    listener: TcpListener,
+    app: Router,
+    edge: Edge,
+    shutdown: impl Future<Output = ()> + Send + 'static,
+) {
     let (stop, stopping) = watch::channel(());
     // Every connection holds a sender; the receiver ends when the last one has gone.
     let (open, mut closed) = mpsc::channel::<()>(1);
+    let edge = Arc::new(edge);
     let mut shutdown = pin!(shutdown);
     loop {
         let accepted = tokio::select! {
@@ -36,10 +79,10 @@ pub async fn serve(
         };
         match accepted {
             Ok((stream, _)) => {
-                let connection = connection(stream, app.clone(), header_timeout, stopping.clone());
+                let serving = Serving::new(app.clone(), Arc::clone(&edge), stopping.clone());
                 let open = open.clone();
                 tokio::spawn(async move {
-                    connection.await;
+                    serving.connection(stream).await;
                     drop(open);
                 });
             }
@@ -61,33 +104,4 @@ pub async fn serve(
 fn is_of_one_connection(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
     matches!(error.kind(), ConnectionRefused | ConnectionAborted | ConnectionReset)
-}
-
-/// Answers the requests of one connection, until it ends or `stopping` says so.
-async fn connection(
-    stream: TcpStream,
-    app: Router,
-    header_timeout: Duration,
-    mut stopping: watch::Receiver<()>,
-) {
-    // A token a packet: waiting to fill one would only add latency.
-    if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%error, "TCP_NODELAY");
-    }
-    let served = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(header_timeout)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(app));
-    let mut served = pin!(served);
-    let ended = tokio::select! {
-        ended = &mut served => ended,
-        // The sender is dropped when serving stops.
-        _ = stopping.changed() => {
-            served.as_mut().graceful_shutdown();
-            served.await
-        }
-    };
-    if let Err(error) = ended {
-        tracing::debug!(%error, "connection");
-    }
 }

@@ -44,6 +44,7 @@ pub(super) fn view_of(worker: &WorkerHandle, snapshot: &Snapshot) -> WorkerView 
         tiers: snapshot.cache.iter().flat_map(tiers_of).collect(),
         peers: snapshot.peers.iter().map(peer).collect(),
         requests: worker.shared.journeys.views(),
+        beat_age: worker.shared.heartbeat.age(),
     }
 }
 
@@ -87,6 +88,10 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
             all.push(labelled(labelled(m, "pool", &pool_name(kind)), "state", state));
         }
     }
+    let help = "Time since the worker's thread last went round its loop";
+    let mut age = of(worker, "dsv4:heartbeat_age_seconds", Gauge, 0, help);
+    age.value = worker.shared.heartbeat.age().as_secs_f64();
+    all.push(age);
     for (event, peer, kind, count) in n.faults.iter() {
         let help = "What went wrong in hand-offs and what followed, by peer, transport and kind";
         let mut m = of(worker, "dsv4:handoff_faults_total", Counter, count, help);

@@ -2,14 +2,14 @@
 
 use super::RouterState;
 use super::errand::Errand;
-use super::workers::{Worker, WorkerHealth};
+use super::workers::{Facts, Worker, WorkerHealth};
 use crate::http::access::X_API_KEY;
 use crate::http::error::ApiError;
 use crate::http::{HEADER_TIMEOUT, RequestId, collect_body};
 use axum::body::Body;
 use axum::extract::{Extension, State};
 use axum::http::uri::PathAndQuery;
-use axum::http::{HeaderMap, HeaderName, Request, Response, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, Method, Request, Response, StatusCode, header};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper_util::client::legacy::Client;
@@ -23,6 +23,9 @@ pub(crate) type ProxyClient = Client<HttpConnector, Full<Bytes>>;
 
 /// Largest answer of a worker that the router reads itself, bytes.
 const MAX_OWN_READ: usize = 4 << 20;
+
+/// Most characters of a text that a worker says of itself.
+const TEXT_MAX: usize = 512;
 
 /// Longest time that a connection to a worker is kept for the next request: less than the worker's
 /// patience, so that a request does not meet a connection that is being closed.
@@ -48,22 +51,29 @@ pub(super) fn client(connect_timeout: Duration) -> ProxyClient {
     Client::builder(TokioExecutor::new()).pool_idle_timeout(IDLE_MAX).build(connector)
 }
 
-/// Asks a worker for its health.
+/// Asks a worker for its health, and what it says of itself with that.
 pub(super) async fn check(
     client: &ProxyClient,
     worker: &Worker,
     timeout: Duration,
-) -> WorkerHealth {
+) -> (WorkerHealth, Facts) {
     let path = PathAndQuery::from_static("/health");
-    match read(client, worker, path, HeaderMap::new(), timeout).await {
-        Ok((StatusCode::OK, _)) => WorkerHealth::Ready,
-        Ok((status, body)) => {
-            let body = serde_json::from_slice::<serde_json::Value>(&body).ok();
-            let reason = body.as_ref().and_then(|body| body.get("reason")?.as_str());
-            WorkerHealth::NotReady(reason.map_or_else(|| status.to_string(), str::to_owned))
-        }
-        Err(reason) => WorkerHealth::Silent(1, reason),
-    }
+    let answer = read(client, worker, path, HeaderMap::new(), timeout).await;
+    let (status, body) = match answer {
+        Ok(answer) => answer,
+        Err(reason) => return (WorkerHealth::Silent(1, reason), Facts::default()),
+    };
+    let body = serde_json::from_slice::<serde_json::Value>(&body).unwrap_or_default();
+    let text = |field: &str| {
+        let text = body.get(field)?.as_str()?;
+        Some(text.chars().take(TEXT_MAX).collect::<String>())
+    };
+    let facts = Facts { mode: text("mode"), model: text("model") };
+    let health = match status {
+        StatusCode::OK => WorkerHealth::Ready,
+        status => WorkerHealth::NotReady(text("reason").unwrap_or_else(|| status.to_string())),
+    };
+    (health, facts)
 }
 
 /// The headers of a request that say who asks.
@@ -82,10 +92,31 @@ pub(super) async fn read(
     headers: HeaderMap,
     timeout: Duration,
 ) -> Result<(StatusCode, Bytes), String> {
+    let ask_for = Ask { method: Method::GET, path, headers, body: Bytes::new() };
+    ask(client, worker, ask_for, timeout).await
+}
+
+/// A small request of the router's own.
+#[derive(Clone, Debug)]
+pub(super) struct Ask {
+    pub(super) method: Method,
+    pub(super) path: PathAndQuery,
+    pub(super) headers: HeaderMap,
+    pub(super) body: Bytes,
+}
+
+/// Asks a worker something, and reads its small answer.
+pub(super) async fn ask(
+    client: &ProxyClient,
+    worker: &Worker,
+    ask: Ask,
+    timeout: Duration,
+) -> Result<(StatusCode, Bytes), String> {
     let answer = async {
-        let mut request = Request::new(Full::default());
-        *request.uri_mut() = worker.uri(path);
-        *request.headers_mut() = headers;
+        let mut request = Request::new(Full::new(ask.body));
+        *request.method_mut() = ask.method;
+        *request.uri_mut() = worker.uri(ask.path);
+        *request.headers_mut() = ask.headers;
         let response = client.request(request).await.map_err(|error| chain(&error))?;
         let status = response.status();
         let body = Limited::new(response.into_body(), MAX_OWN_READ).collect().await;

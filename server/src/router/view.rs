@@ -13,26 +13,38 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// `GET /health`: 200 if at least one worker takes requests.
+/// `GET /health` and `/readyz`: 200 if at least one worker takes requests and the router does too.
 pub(super) async fn health(State(state): State<Arc<RouterState>>) -> Response {
     let all = state.workers.all();
     let is_ready =
         |worker: &Arc<Worker>| worker.health() == WorkerHealth::Ready && !worker.is_leaving();
     let ready = all.iter().any(is_ready);
     let workers: Vec<Value> = all.iter().map(|worker| worker_json(&state, worker)).collect();
-    let reason = (!ready).then(|| none_ready(&state).message);
-    let status = if ready { "ready" } else { "failed" };
+    let is_draining = state.is_draining();
+    let reason = if is_draining {
+        Some("finishing the requests under way".to_owned())
+    } else {
+        (!ready).then(|| none_ready(&state).message)
+    };
+    let ready = ready && !is_draining;
+    let status = match (ready, is_draining) {
+        (true, _) => "ready",
+        (false, true) => "draining",
+        (false, false) => "failed",
+    };
     let code = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (code, Json(json!({"status": status, "reason": reason, "workers": workers}))).into_response()
 }
 
 fn worker_json(state: &RouterState, worker: &Worker) -> Value {
-    let health = worker.health();
+    let (health, facts) = (worker.health(), worker.facts());
     let (remembered, uncached) = state.workers.blocks_of(worker);
     json!({
         "address": worker.address(),
         "status": if worker.is_leaving() { "leaving" } else { health.name() },
         "reason": health.reason(),
+        "mode": facts.mode,
+        "model": facts.model,
         "under_way": worker.under_way(),
         "requests": worker.requests(),
         "failures": worker.failures(),

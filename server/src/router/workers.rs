@@ -23,6 +23,8 @@ pub(super) enum WorkerHealth {
     Ready,
     /// Answers, but takes no new requests (starting, draining); says why.
     NotReady(String),
+    /// Answers, and is not one to send requests to; says why.
+    Unfit(String),
     /// Did not answer, so many times in a row; says how.
     Silent(u32, String),
 }
@@ -33,6 +35,7 @@ impl WorkerHealth {
             Self::Unknown => "unknown",
             Self::Ready => "ready",
             Self::NotReady(_) => "not ready",
+            Self::Unfit(_) => "unfit",
             Self::Silent(..) => "silent",
         }
     }
@@ -42,7 +45,7 @@ impl WorkerHealth {
         match self {
             Self::Unknown => Some("not asked yet"),
             Self::Ready => None,
-            Self::NotReady(reason) | Self::Silent(_, reason) => Some(reason),
+            Self::NotReady(reason) | Self::Unfit(reason) | Self::Silent(_, reason) => Some(reason),
         }
     }
 
@@ -52,12 +55,29 @@ impl WorkerHealth {
     }
 }
 
+/// What a worker says of itself; what it does not say is not known.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Facts {
+    /// `null`, `prefill`, `decode` or `both`.
+    pub(super) mode: Option<String>,
+    /// Id of its model.
+    pub(super) model: Option<String>,
+}
+
+impl Facts {
+    fn is_prefill(&self) -> bool {
+        self.mode.as_deref() == Some("prefill")
+    }
+}
+
 /// One worker.
 #[derive(Debug)]
 pub(super) struct Worker {
     id: WorkerId,
     address: Authority,
     health: watch::Sender<WorkerHealth>,
+    /// What it said of itself when it last answered.
+    facts: Mutex<Facts>,
     /// Gets no new requests, and goes when those that it has have ended.
     is_leaving: AtomicBool,
     under_way: AtomicUsize,
@@ -79,6 +99,7 @@ impl Worker {
             id,
             address,
             health: watch::Sender::new(WorkerHealth::Unknown),
+            facts: Mutex::default(),
             is_leaving: AtomicBool::new(false),
             under_way: AtomicUsize::new(0),
             requests: AtomicU64::new(0),
@@ -105,6 +126,11 @@ impl Worker {
         self.health.borrow().clone()
     }
 
+    /// What it said of itself when it last answered.
+    pub(super) fn facts(&self) -> Facts {
+        lock(&self.facts).clone()
+    }
+
     /// Takes the finding of a health check in.
     pub(super) fn set_health(&self, found: WorkerHealth) {
         self.health.send_if_modified(|known| {
@@ -116,8 +142,13 @@ impl Worker {
             };
             let changed = *known != next;
             if next.name() != known.name() {
-                let reason = next.reason().unwrap_or_default();
-                tracing::info!(worker = self.address(), health = next.name(), reason, "worker");
+                let (reason, worker) = (next.reason().unwrap_or_default(), self.address());
+                match next {
+                    WorkerHealth::Unfit(_) => {
+                        tracing::warn!(worker, "worker is not used: {reason}");
+                    }
+                    _ => tracing::info!(worker, health = next.name(), reason, "worker"),
+                }
             }
             *known = next;
             changed
@@ -225,6 +256,8 @@ pub(crate) struct Workers {
     key: HashKey,
     clock: Clock,
     responses: Mutex<BTreeMap<(&'static str, u16), u64>>,
+    /// The model of all workers that get requests, once one is known.
+    model: Mutex<Option<String>>,
 }
 
 #[derive(Debug, Default)]
@@ -261,7 +294,8 @@ impl Workers {
         }
         list.fixed = list.workers.len();
         let (list, choice) = (Mutex::new(list), Arc::new(Mutex::new(choice)));
-        Ok(Self { list, choice, key, clock: Clock::start(), responses: Mutex::default() })
+        let (responses, model) = (Mutex::default(), Mutex::default());
+        Ok(Self { list, choice, key, clock: Clock::start(), responses, model })
     }
 
     /// Those that are there now, also those that are leaving.
@@ -307,6 +341,51 @@ impl Workers {
             }
             !is_gone
         });
+    }
+
+    /// Takes in what a health check found. A prefill worker is unfit, and so is a worker with another
+    /// model than the first one that was found.
+    pub(super) fn take_in(&self, worker: &Worker, found: WorkerHealth, facts: Facts) {
+        if matches!(found, WorkerHealth::Silent(..)) {
+            return worker.set_health(found);
+        }
+        let why = if facts.is_prefill() {
+            Some("is a prefill worker: it takes no requests; name decode workers".to_owned())
+        } else {
+            self.misfit(worker, facts.model.as_deref())
+        };
+        *lock(&worker.facts) = facts;
+        worker.set_health(why.map_or(found, WorkerHealth::Unfit));
+    }
+
+    /// Why a worker with this model is not to be mixed with the others. The first model is that of
+    /// all, for as long as a worker that is not gone has it.
+    fn misfit(&self, worker: &Worker, model: Option<&str>) -> Option<String> {
+        let model = model?;
+        let others: Vec<Facts> = self
+            .all()
+            .iter()
+            .filter(|other| other.id != worker.id && !other.is_leaving())
+            .filter(|other| !other.health.borrow().is_gone())
+            .map(|other| other.facts())
+            .filter(|facts| !facts.is_prefill())
+            .collect();
+        let is_taken = |first: &&String| others.iter().any(|o| o.model.as_ref() == Some(*first));
+        let mut first = lock(&self.model);
+        match first.as_ref().filter(is_taken) {
+            Some(first) if first != model => {
+                Some(format!("serves {model:?}, and the others serve {first:?}"))
+            }
+            _ => {
+                *first = Some(model.to_owned());
+                None
+            }
+        }
+    }
+
+    /// The model of the workers that get requests, once it is known.
+    pub(super) fn model(&self) -> Option<String> {
+        lock(&self.model).clone()
     }
 
     /// Time since the start.
@@ -404,6 +483,55 @@ mod tests {
         freed.unreachable("test");
         assert!((0..9).all(|_| pick(&workers).unwrap().worker.address() != freed.address()));
         assert!(workers.pick(&Prompt::none(), &workers.all()).is_none());
+    }
+
+    fn facts(mode: &str, model: &str) -> Facts {
+        Facts { mode: Some(mode.to_owned()), model: Some(model.to_owned()) }
+    }
+
+    #[test]
+    fn prefill_workers_and_other_models_get_no_requests() {
+        let workers = workers(3);
+        let all = workers.all();
+        let ready = |at: usize, mode, model| {
+            workers.take_in(&all[at], WorkerHealth::Ready, facts(mode, model));
+        };
+        ready(0, "prefill", "other");
+        ready(1, "decode", "m");
+        ready(2, "null", "n");
+        assert!(all[0].health().reason().unwrap().starts_with("is a prefill worker"));
+        let reason = "serves \"n\", and the others serve \"m\"";
+        assert_eq!(all[2].health(), WorkerHealth::Unfit(reason.to_owned()));
+        assert!((0..9).all(|_| pick(&workers).unwrap().worker.address() == "h:2"));
+        // Nobody has the first model any more: the next one is that of all.
+        ready(1, "decode", "n");
+        ready(2, "null", "n");
+        assert_eq!((all[1].health().reason(), workers.model().as_deref()), (None, Some("n")));
+        let used: Vec<UnderWay> = (0..2).map(|_| pick(&workers).unwrap()).collect();
+        assert_ne!(used[0].worker.address(), used[1].worker.address());
+    }
+
+    #[test]
+    fn a_model_stays_the_first_until_its_last_worker_is_gone() {
+        let workers = workers(2);
+        let all = workers.all();
+        let ready = |at: usize, model| {
+            workers.take_in(&all[at], WorkerHealth::Ready, facts("null", model));
+        };
+        ready(0, "m");
+        for _ in 0..3 {
+            ready(1, "n");
+            assert!(matches!(all[1].health(), WorkerHealth::Unfit(_)));
+            let silent = WorkerHealth::Silent(1, "no answer".to_owned());
+            workers.take_in(&all[0], silent, Facts::default());
+        }
+        ready(1, "n");
+        assert_eq!(all[1].health(), WorkerHealth::Ready);
+        ready(0, "m");
+        assert!(matches!(all[0].health(), WorkerHealth::Unfit(_)));
+        // What a worker does not say is held against nobody.
+        workers.take_in(&all[0], WorkerHealth::Ready, Facts::default());
+        assert_eq!(all[0].health(), WorkerHealth::Ready);
     }
 
     #[test]

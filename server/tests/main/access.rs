@@ -43,12 +43,28 @@ async fn a_key_is_wanted_where_there_are_keys() {
         server.plan_tokens(&[5], FinishReason::Stop);
         assert_eq!(ask(&server.client, CHAT, &[right]).await.0, 200, "{right:?}");
     }
-    for open in ["/", "/assets/page.js", "/health", "/metrics"] {
+    for open in ["/", "/assets/page.js", "/health", "/readyz", "/metrics"] {
         assert_eq!(server.client.get(open).await.status, 200, "{open}");
     }
-    for closed in ["/stats.json", "/v1/models", "/nothing", "/metricsx", "/assetsx", "/index.html"]
-    {
+    for closed in [
+        "/stats.json",
+        "/v1/models",
+        "/nothing",
+        "/metricsx",
+        "/assetsx",
+        "/index.html",
+        "/health_generate",
+        "/healthz",
+        "/readyz/",
+        "/server_info",
+        "/get_server_info",
+        "/model_info",
+        "/get_model_info",
+    ] {
         assert_eq!(server.client.get(closed).await.status, 401, "{closed}");
+    }
+    for closed in ["/abort_request", "/flush_cache"] {
+        assert_eq!(ask(&server.client, closed, &[]).await.0, 401, "{closed}");
     }
     let (status, error) = ask(&server.client, "/v1/messages", &[]).await;
     assert_eq!((status, &error["error"]["type"]), (401, &json!("authentication_error")));

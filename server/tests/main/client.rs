@@ -8,6 +8,7 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use serde_json::Value;
 use std::net::SocketAddr;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
 /// Talks to one server.
@@ -147,6 +148,16 @@ impl Client {
         let mut answer = Vec::new();
         while read_some(&stream, &mut answer).await > 0 {}
         String::from_utf8(answer).unwrap()
+    }
+
+    /// The same for any bytes, where the server may not want them all.
+    pub(crate) async fn raw_bytes(&self, bytes: &[u8]) -> Vec<u8> {
+        let mut stream = TcpStream::connect(self.address).await.unwrap();
+        // The server may have closed it by then.
+        let _ = stream.write_all(bytes).await;
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer).await;
+        answer
     }
 }
 

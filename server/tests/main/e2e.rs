@@ -20,6 +20,8 @@ mod damage;
 mod deploy;
 #[path = "e2e/discovery.rs"]
 mod discovery;
+#[path = "e2e/edge.rs"]
+mod edge;
 #[path = "e2e/fault_run.rs"]
 mod fault_run;
 #[path = "e2e/faulted.rs"]

@@ -10,10 +10,12 @@ use dsv4_server::engine::{
 };
 use dsv4_server::grammar::{Grammars, Limits};
 use dsv4_server::http::access::{Access, protect};
-use dsv4_server::http::{HttpConfig, router, serve};
+use dsv4_server::http::{Edge, HttpConfig, router, serve_with};
 use std::collections::VecDeque;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Arc, LazyLock, Mutex};
+use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
@@ -48,6 +50,7 @@ pub(crate) struct FakeEngine {
     pub(crate) plans: Mutex<VecDeque<Plan>>,
     pub(crate) submitted: Mutex<Vec<GenerateRequest>>,
     pub(crate) health: Mutex<Health>,
+    pub(crate) beat_age: Mutex<Duration>,
     opened: UnboundedSender<Opened>,
 }
 
@@ -119,6 +122,7 @@ impl Engine for FakeEngine {
             }],
             peers: vec![("127.0.0.1:8998".to_owned(), "ready".to_owned(), "shm".to_owned())],
             requests: Vec::new(),
+            beat_age: *self.beat_age.lock().unwrap(),
         };
         Stats { metrics: vec![metric], workers: vec![worker] }
     }
@@ -138,6 +142,7 @@ impl Engine for FakeEngine {
 pub(crate) struct Server {
     pub(crate) engine: Arc<FakeEngine>,
     pub(crate) client: Client,
+    pub(crate) address: SocketAddr,
     opened: UnboundedReceiver<Opened>,
     stop: Option<oneshot::Sender<()>>,
     served: tokio::task::JoinHandle<()>,
@@ -149,15 +154,22 @@ impl Server {
     }
 
     pub(crate) async fn with(configure: impl FnOnce(&mut HttpConfig)) -> Self {
-        Self::built(configure, Access::default()).await
+        Self::built(configure, Access::default(), Edge::default()).await
+    }
+
+    /// One whose connections are treated otherwise.
+    pub(crate) async fn over(edge: Edge) -> Self {
+        let header_timeout = edge.header_timeout;
+        let configure = |config: &mut HttpConfig| config.header_timeout = header_timeout;
+        Self::built(configure, Access::default(), edge).await
     }
 
     /// One that asks for keys, or lets pages of other origins ask.
     pub(crate) async fn protected(access: Access) -> Self {
-        Self::built(|_| {}, access).await
+        Self::built(|_| {}, access, Edge::default()).await
     }
 
-    async fn built(configure: impl FnOnce(&mut HttpConfig), access: Access) -> Self {
+    async fn built(configure: impl FnOnce(&mut HttpConfig), access: Access, edge: Edge) -> Self {
         let (opened_sender, opened) = unbounded_channel();
         let info = EngineInfo {
             model_id: "dsv4-mini".to_owned(),
@@ -175,20 +187,22 @@ impl Server {
             plans: Mutex::default(),
             submitted: Mutex::default(),
             health: Mutex::new(Health::Ready),
+            beat_age: Mutex::default(),
             opened: opened_sender,
         });
         let mut config = HttpConfig::default();
         config.aliases.push("deepseek-chat".to_owned());
         configure(&mut config);
-        let header_timeout = config.header_timeout;
+        let edge = Edge { header_timeout: config.header_timeout, ..edge };
         let app = protect(router(engine.clone(), Arc::clone(&TOKENIZER), config), access);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let client = Client::new(listener.local_addr().unwrap());
+        let address = listener.local_addr().unwrap();
+        let client = Client::new(address);
         let (stop, stopped) = oneshot::channel();
-        let served = tokio::spawn(serve(listener, app, header_timeout, async move {
+        let served = tokio::spawn(serve_with(listener, app, edge, async move {
             let _ = stopped.await;
         }));
-        Self { engine, client, opened, stop: Some(stop), served }
+        Self { engine, client, address, opened, stop: Some(stop), served }
     }
 
     pub(crate) fn plan(&self, plan: Plan) {

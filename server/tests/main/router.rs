@@ -25,29 +25,31 @@ const CHAT: &str = "/v1/chat/completions";
 const MESSAGES: &str = "/v1/messages";
 
 /// The test's end of a streamed answer.
-struct Open {
+pub(crate) struct Open {
     pieces: UnboundedSender<Result<Bytes, std::io::Error>>,
     left: oneshot::Receiver<()>,
 }
 
-enum Plan {
+pub(crate) enum Plan {
     Answer(StatusCode, &'static str),
     /// Streams what the test sends.
     Stream(&'static str),
 }
 
-struct WorkerState {
+pub(crate) struct WorkerState {
     name: &'static str,
     health: Mutex<StatusCode>,
+    /// What it says of itself beside its health.
+    pub(crate) facts: Mutex<Value>,
     plans: Mutex<VecDeque<Plan>>,
-    seen: Mutex<Vec<(HeaderMap, Bytes)>>,
+    pub(crate) seen: Mutex<Vec<(HeaderMap, Bytes)>>,
     opened: UnboundedSender<Open>,
 }
 
 /// A worker that answers as planned.
-struct Worker {
-    state: Arc<WorkerState>,
-    address: SocketAddr,
+pub(crate) struct Worker {
+    pub(crate) state: Arc<WorkerState>,
+    pub(crate) address: SocketAddr,
     opened: UnboundedReceiver<Open>,
 }
 
@@ -77,18 +79,19 @@ async fn answer(
 }
 
 impl Worker {
-    async fn start(name: &'static str) -> Self {
+    pub(crate) async fn start(name: &'static str) -> Self {
         let (sender, opened) = unbounded_channel();
         let state = Arc::new(WorkerState {
             name,
             health: Mutex::new(StatusCode::OK),
+            facts: Mutex::new(json!({"status": "x", "reason": "because"})),
             plans: Mutex::default(),
             seen: Mutex::default(),
             opened: sender,
         });
         let health = |State(state): State<Arc<WorkerState>>| async move {
             let status = *state.health.lock().unwrap();
-            (status, json!({"status": "x", "reason": "because"}).to_string())
+            (status, state.facts.lock().unwrap().to_string())
         };
         let stats = |headers: HeaderMap| async move {
             let seen = headers.get("authorization").map(|key| key.to_str().unwrap().to_owned());
@@ -100,6 +103,10 @@ impl Worker {
             .route("/v1/models", get(answer))
             .route(CHAT, post(answer))
             .route(MESSAGES, post(answer))
+            .route("/abort_request", post(answer))
+            .route("/flush_cache", post(answer))
+            .route("/health_generate", get(answer))
+            .route("/get_model_info", get(answer))
             .with_state(Arc::clone(&state));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -107,31 +114,34 @@ impl Worker {
         Self { state, address, opened }
     }
 
-    fn url(&self) -> String {
+    pub(crate) fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    fn plan(&self, plan: Plan) {
+    pub(crate) fn plan(&self, plan: Plan) {
         self.state.plans.lock().unwrap().push_back(plan);
     }
 
-    fn requests(&self) -> usize {
+    pub(crate) fn requests(&self) -> usize {
         self.state.seen.lock().unwrap().len()
     }
 
-    fn set_health(&self, status: StatusCode) {
+    pub(crate) fn set_health(&self, status: StatusCode) {
         *self.state.health.lock().unwrap() = status;
     }
 }
 
 /// A router whose health checks the test makes.
-struct Front {
-    proxy: ReverseProxy,
-    client: Client,
+pub(crate) struct Front {
+    pub(crate) proxy: ReverseProxy,
+    pub(crate) client: Client,
 }
 
 impl Front {
-    async fn over(workers: &[String], configure: impl FnOnce(&mut RouterConfig)) -> Self {
+    pub(crate) async fn over(
+        workers: &[String],
+        configure: impl FnOnce(&mut RouterConfig),
+    ) -> Self {
         let mut config = RouterConfig { workers: workers.to_vec(), ..RouterConfig::default() };
         configure(&mut config);
         let proxy = ReverseProxy::new(config).unwrap();
@@ -144,7 +154,7 @@ impl Front {
 }
 
 /// An address at which nothing listens.
-async fn nowhere() -> String {
+pub(crate) async fn nowhere() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     format!("http://{}", listener.local_addr().unwrap())
 }

@@ -3,6 +3,8 @@
 use super::client::get;
 use super::cluster::{ROOT, Server};
 use super::folder::Folder;
+use crate::fake;
+use crate::router::Front;
 use dsv4_server::config::layers;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -22,8 +24,9 @@ fn accept(name: &str, flags: Vec<String>) {
         args.drain(at + 1..at + 3);
         args.push("--worker=http://127.0.0.1:1".into());
     }
-    if let Err(error) = layers::parse(args, []) {
-        panic!("{name}: {error}");
+    let flags = layers::parse(args, []).unwrap_or_else(|error| panic!("{name}: {error}"));
+    if flags.cli.command.is_none() {
+        flags.cli.serve.validate().unwrap_or_else(|error| panic!("{name}: {error}"));
     }
 }
 
@@ -40,6 +43,43 @@ fn flags_in_units_and_manifests_are_flags() {
         let args = args.map_while(|line| line.strip_prefix("- ")).filter(|arg| !arg.contains(": "));
         accept(&name, args.map(str::to_owned).collect());
     }
+}
+
+/// Paths and ports of the probes in a manifest.
+fn probes(manifest: &str) -> Vec<(String, String)> {
+    let gets = manifest.lines().filter_map(|line| line.trim().strip_prefix("httpGet: {path: "));
+    let parts = gets.map(|get| get.trim_end_matches('}').split_once(", port: ").expect("a port"));
+    parts.map(|(path, port)| (path.to_owned(), port.to_owned())).collect()
+}
+
+#[tokio::test]
+async fn probes_ask_what_there_is() {
+    let worker = fake::Server::start().await;
+    let front = Front::over(&[format!("http://{}", worker.address)], |_| {}).await;
+    for (role, client, count) in [
+        ("prefill", &worker.client, 3),
+        ("decode", &worker.client, 3),
+        ("router", &front.client, 2),
+    ] {
+        let manifest = text(&format!("kubernetes/{role}.yaml"));
+        let probes = probes(&manifest);
+        assert_eq!(probes.len(), count, "{role}: {probes:?}");
+        for (path, port) in probes {
+            assert_eq!(client.get(&path).await.status, 200, "{role}: {path}");
+            assert!(
+                manifest.contains(&format!("- {{name: {port}, containerPort: 30000}}")),
+                "{role}"
+            );
+        }
+    }
+    // Workers register where the router listens.
+    let router = text("kubernetes/router.yaml");
+    assert!(router.contains("--registry-port=30100") && router.contains("name: dsv4-registry"));
+    for role in ["prefill", "decode"] {
+        let found = text(&format!("kubernetes/{role}.yaml"));
+        assert!(found.contains("--discovery=http://dsv4-registry:30100"), "{role}");
+    }
+    worker.finish().await;
 }
 
 /// Names of metrics in a query or a rule.
