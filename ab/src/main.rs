@@ -4,6 +4,7 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a command-line tool")]
 
 use ab::drive::{self, Subject};
+use ab::judge::Ending;
 use ab::matrix::{Bisection, Cell, Conclusion, Factor, Finding};
 use ab::plan::Plan;
 use ab::record::{self, Line};
@@ -16,7 +17,7 @@ use std::io::Write as _;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::mpsc::unbounded_channel;
 
 /// Corruption lab: the same seeded requests to many configurations, judged and compared.
@@ -123,10 +124,17 @@ fn report_again(dir: &Path) -> Result<()> {
     let mut cells = Vec::new();
     for (number, cell) in plan.cells()?.iter().enumerate() {
         let path = file_of(dir, number);
-        let text = std::fs::read_to_string(&path)
-            .with_context(|| format!("read {}: the run did not come so far", path.display()))?;
+        if !path.exists() {
+            println!("{} is not there: the run did not come so far", path.display());
+            continue;
+        }
+        let text =
+            std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
         let lines = record::read(&text).with_context(|| path.display().to_string())?;
         cells.push((plan.factors.name(cell), lines));
+    }
+    if cells.is_empty() {
+        bail!("{} has no lines of any cell", dir.display());
     }
     let command = format!("ab run {}", dir.join(PLAN_FILE).display());
     let report = Report::new(&cells, plan.same_answers, &command);
@@ -167,11 +175,14 @@ impl Lab {
     }
 
     fn run_all(&self) -> Result<()> {
-        for (number, cell) in self.plan.cells()?.iter().enumerate() {
+        let cells = self.plan.cells()?;
+        for (number, cell) in cells.iter().enumerate() {
             let name = self.plan.factors.name(cell);
-            println!("{name}");
-            let mut started = self.start(cell)?;
+            println!("{} of {}: {name}", number + 1, cells.len());
+            let mut started = self.start(cell, number)?;
+            let begun = Instant::now();
             let lines = started.ask(self, &name, 0..self.plan.workload.sessions)?;
+            println!("  {}", summary(&lines, begun.elapsed()));
             let mut text = String::new();
             for line in &lines {
                 text += &serde_json::to_string(line).context("write a line")?;
@@ -179,18 +190,24 @@ impl Lab {
             }
             let path = file_of(&self.out, number);
             std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
+            some_answer(&name, &lines)?;
         }
         report_again(&self.out)
     }
 
     /// The servers of a cell.
-    fn start(&self, cell: &Cell) -> Result<Started> {
+    fn start(&self, cell: &Cell, number: usize) -> Result<Started> {
         let setup = self.plan.factors.setup(cell, self.plan.at_once);
         let at_once = setup.at_once;
         if let Some(url) = setup.url.clone() {
             return Ok(Started { url, at_once, _servers: None });
         }
-        let servers = Servers::start(&self.server, &setup, &self.plan.flags, &self.out)?;
+        let servers = Servers::start(
+            &self.server,
+            &setup,
+            &self.plan.flags,
+            (&self.out, &format!("cell-{number:02}")),
+        )?;
         Ok(Started { url: servers.url.clone(), at_once, _servers: Some(servers) })
     }
 
@@ -204,16 +221,24 @@ impl Lab {
         let sessions = 0..self.plan.workload.sessions;
         let name = factors.name(&healthy);
         println!("{name} (healthy)");
-        let reference = self.start(&healthy)?.ask(self, &name, sessions)?;
+        let reference = self.start(&healthy, 0)?.ask(self, &name, sessions)?;
+        some_answer(&name, &reference)?;
         let bad_levels = self.names(&bad);
         let mut search = Bisection::new(healthy.clone(), bad);
         let own = Tally::new(&reference, None);
         println!("  not right: {}", shown(&own.failure()));
         let is_clean = own.corrupted == 0;
         search.handle_finding(healthy, if is_clean { Finding::Clean } else { Finding::Bad });
-        let mut rate = None;
+        let (mut rate, mut number) = (None, 0);
         while let Some(cell) = search.poll_cell() {
-            let (finding, seen) = self.find(&cell, &reference, rate)?;
+            number += 1;
+            let (finding, seen) = self.find((&cell, number), &reference, rate)?;
+            if number == 1 && finding == Finding::Unclear {
+                bail!(
+                    "the bad cell has shown neither that it is worse than the healthy one nor that it \
+                     is not: more sessions may tell"
+                );
+            }
             rate = rate.or(Some(seen));
             search.handle_finding(cell, finding);
         }
@@ -224,10 +249,15 @@ impl Lab {
 
     /// Runs a cell until it is clear whether the fault shows there, at most through the whole workload.
     /// `rate` is how often it showed in the bad cell.
-    fn find(&self, cell: &Cell, reference: &[Line], rate: Option<f64>) -> Result<(Finding, f64)> {
+    fn find(
+        &self,
+        (cell, number): (&Cell, usize),
+        reference: &[Line],
+        rate: Option<f64>,
+    ) -> Result<(Finding, f64)> {
         let name = self.plan.factors.name(cell);
         println!("{name}");
-        let mut started = self.start(cell)?;
+        let mut started = self.start(cell, number)?;
         let (all, step) = (self.plan.workload.sessions, started.at_once.max(16));
         let mut lines: Vec<Line> = Vec::new();
         let mut from = 0;
@@ -237,7 +267,13 @@ impl Lab {
             from = to;
             let (finding, seen) = judge_cell(&lines, reference, self.plan.same_answers, rate);
             if finding != Finding::Unclear || from == all {
-                println!("  {finding:?} after {} answers", lines.len());
+                let tally = Tally::new(&lines, None);
+                println!(
+                    "  {} after {} answers; not right: {}",
+                    finding.name(),
+                    tally.judged(),
+                    shown(&tally.failure())
+                );
                 return Ok((finding, seen));
             }
         }
@@ -273,6 +309,32 @@ impl Lab {
             }
         }
     }
+}
+
+/// What came of a cell, in a line.
+fn summary(lines: &[Line], took: Duration) -> String {
+    let tally = Tally::new(lines, None);
+    format!(
+        "{} judged, {} corrupted, {} refused, {} lost, in {:.0} s",
+        tally.judged(),
+        tally.corrupted,
+        tally.refused,
+        tally.lost,
+        took.as_secs_f64()
+    )
+}
+
+/// A cell in which nothing was answered shows nothing: says why.
+fn some_answer(name: &str, lines: &[Line]) -> Result<()> {
+    if lines.iter().any(|line| line.verdict.is_judged()) {
+        return Ok(());
+    }
+    let why = lines.first().map(|line| match &line.ending {
+        Ending::Refused { status, body } => format!("status {status}: {body}"),
+        Ending::Lost(why) => why.clone(),
+        Ending::Answered(_) => "its client left".to_owned(),
+    });
+    bail!("no request of {name} was answered; the first one: {}", why.unwrap_or_default())
 }
 
 /// Whether a fault shows in the lines of a cell.

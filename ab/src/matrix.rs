@@ -188,6 +188,18 @@ pub enum Finding {
     Unclear,
 }
 
+impl Finding {
+    /// Name in what is said.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Bad => "bad",
+            Self::Clean => "clean",
+            Self::Unclear => "unclear",
+        }
+    }
+}
+
 /// What a search has found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Conclusion {

@@ -88,7 +88,9 @@ impl Report {
                     .map_or("-".to_owned(), |us| format!("{:.0}", us as f64 / 1e3))
             };
             let p = cell.pairs.map_or("-".to_owned(), |pairs| {
-                format!("{:.2e} ({} : {})", pairs.p(), pairs.only_first, pairs.only_second)
+                let p = pairs.p();
+                let p = if p < 1e-4 { format!("{p:.0e}") } else { format!("{p:.4}") };
+                format!("{p} ({} : {})", pairs.only_first, pairs.only_second)
             });
             let rate = shown(&t.corruption());
             // Writing to a string does not fail.
@@ -160,6 +162,9 @@ const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;margin:0;background
 /// A rate with its interval, in percent.
 #[must_use]
 pub fn shown(rate: &Rate) -> String {
+    if rate.trials == 0 {
+        return "-".to_owned();
+    }
     let percent = |share: f64| format!("{:.2}", share * 100.0);
     format!("{} % [{}, {}]", percent(rate.value()), percent(rate.low), percent(rate.high))
 }

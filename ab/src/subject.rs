@@ -81,11 +81,22 @@ impl Process {
                         program: self.program.clone(),
                         wanted,
                         log: self.log.clone(),
-                        last: self.last.clone(),
+                        last: self.last_words(),
                     });
                 }
             }
         }
+    }
+}
+
+impl Process {
+    /// The last line that it wrote to its log or said.
+    fn last_words(&self) -> String {
+        let log = std::fs::read_to_string(&self.log).unwrap_or_default();
+        let mut lines = log.lines().map(str::trim).filter(|line| !line.is_empty());
+        // Programs that do not like their arguments say so first, and how to be used last.
+        let error = lines.clone().find(|line| line.starts_with("error"));
+        error.or_else(|| lines.next_back()).unwrap_or(&self.last).to_owned()
     }
 }
 
@@ -115,7 +126,8 @@ fn address_in(line: &str) -> String {
 }
 
 impl Servers {
-    /// Starts what a cell needs, on free ports; logs go to `folder`.
+    /// Starts what a cell needs, on free ports; logs go to `folder`, with names that begin with the
+    /// cell's.
     ///
     /// # Errors
     /// [`SubjectError`].
@@ -123,7 +135,7 @@ impl Servers {
         program: &Path,
         setup: &Setup,
         flags: &[String],
-        folder: &Path,
+        (folder, name): (&Path, &str),
     ) -> Result<Self, SubjectError> {
         let args = |mode: &str, more: &[&str]| -> Vec<String> {
             let own = ["--port", "0", "--disaggregation-mode", mode];
@@ -131,7 +143,7 @@ impl Servers {
             own.chain(flags.iter().cloned()).chain(setup.flags.iter().cloned()).collect()
         };
         let begin = |mode: &str, more: &[&str]| {
-            Process::start(program, &args(mode, more), folder.join(format!("{mode}.log")))
+            Process::start(program, &args(mode, more), folder.join(format!("{name}-{mode}.log")))
         };
         let ready = "is ready on http://";
         if setup.topology != Topology::Pair {

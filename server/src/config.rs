@@ -2,6 +2,7 @@
 
 mod edge;
 pub mod layers;
+mod log;
 mod router;
 mod trace;
 
@@ -9,6 +10,7 @@ use crate::http::access::{Access, AccessError};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 pub use edge::EdgeArgs;
 use kv_pool::{Fingerprint, IndexKeyType, Numerics};
+pub use log::{LogArgs, LogFormat};
 pub use router::RouterArgs;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -272,9 +274,9 @@ pub struct ServeArgs {
     /// In thinking mode use temperature 1 and top-p 1 whatever was asked, as DeepSeek's API does.
     #[arg(long)]
     pub recipe_sampling: bool,
-    /// Most verbose level that is logged: error, warn, info, debug or trace.
-    #[arg(long, default_value = "info")]
-    pub log_level: tracing_subscriber::filter::LevelFilter,
+    /// What is logged, and how.
+    #[command(flatten)]
+    pub log: LogArgs,
     /// File (TOML) with flags that are neither here nor in a variable like DSV4_MAX_RUNNING_REQUESTS.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,

@@ -5,7 +5,8 @@ use dsv4_server::cache_command::{self, CacheEnd};
 use dsv4_server::clock::wall_time;
 use dsv4_server::config::layers::{LayerError, Layered, Setting};
 use dsv4_server::config::{
-    self, CacheCommand, Command, ConfigError, EdgeArgs, Mode, RouterArgs, ServeArgs,
+    self, CacheCommand, Command, ConfigError, EdgeArgs, LogArgs, LogFormat, Mode, RouterArgs,
+    ServeArgs,
 };
 use dsv4_server::engine::{Engine, Health};
 use dsv4_server::http::starting::Starting;
@@ -106,13 +107,18 @@ fn say(line: &str) {
     println!("{line}");
 }
 
-fn init_log(level: LevelFilter) {
+fn init_log(args: &LogArgs) {
+    let level = args.log_level;
     let ansi = std::io::stderr().is_terminal();
     // It tells of each repetition; what came of them in the end is told by us.
     let filter = Targets::new()
         .with_default(level)
         .with_target("object_store", level.min(LevelFilter::WARN));
     let lines = tracing_subscriber::fmt::layer().with_ansi(ansi).with_writer(std::io::stderr);
+    let lines = match args.log_format {
+        LogFormat::Text => lines.boxed(),
+        LogFormat::Json => lines.json().boxed(),
+    };
     tracing_subscriber::registry().with(lines.with_filter(filter)).init();
 }
 
@@ -153,7 +159,7 @@ fn log_settings(settings: &[Setting], unknown: &[String]) {
 }
 
 fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> anyhow::Result<()> {
-    init_log(args.log_level);
+    init_log(&args.log);
     log_settings(settings, unknown);
     // What is wrong with the flags is said before a port is taken or weights are read.
     Node::check(args)?;
@@ -374,7 +380,7 @@ async fn until_ready(engine: Arc<NodeEngine>) -> anyhow::Result<()> {
 }
 
 fn run_router(args: &RouterArgs, settings: &[Setting], unknown: &[String]) -> anyhow::Result<()> {
-    init_log(args.log_level);
+    init_log(&args.log);
     log_settings(settings, unknown);
     let access = args.access.access()?;
     let runtime = runtime()?;

@@ -17,6 +17,7 @@
 //! ```
 
 use super::Cli;
+use crate::net::otlp::without_secrets;
 use clap::error::{ContextKind, ContextValue};
 use clap::{Arg, ArgAction, Command, CommandFactory as _, FromArgMatches as _};
 use std::collections::BTreeMap;
@@ -83,12 +84,22 @@ pub struct Setting {
 impl Setting {
     /// Its values; what may be a secret is not shown.
     #[must_use]
-    pub fn shown_values(&self) -> Vec<&str> {
+    pub fn shown_values(&self) -> Vec<String> {
         let mut words = self.flag.split('-');
         let is_secret = words.clone().next_back() == Some("token")
             || words.any(|word| matches!(word, "key" | "keyfile" | "secret" | "password"));
-        self.values.iter().map(|value| if is_secret { "..." } else { value.as_str() }).collect()
+        let shown = |value: &String| match is_secret {
+            true => "...".to_owned(),
+            false if is_url(value) => without_secrets(value),
+            false => value.clone(),
+        };
+        self.values.iter().map(shown).collect()
     }
+}
+
+/// Whether a value is an address, which may have a password in it.
+fn is_url(value: &str) -> bool {
+    value.split_once("://").is_some_and(|(scheme, _)| scheme.chars().all(char::is_alphanumeric))
 }
 
 impl fmt::Display for Setting {
@@ -563,5 +574,13 @@ mod tests {
         assert_eq!(of("hf-token"), "--hf-token ...");
         assert_eq!(of("host"), "--host hunter2");
         assert_eq!(of("first-token-timeout"), "--first-token-timeout hunter2");
+        let url = |value: &str| {
+            let (flag, values) = ("discovery".to_owned(), vec![value.to_owned()]);
+            Setting { flag, values, source: Source::CommandLine }.to_string()
+        };
+        assert_eq!(url("etcd://u:hunter2@h:1/n"), "--discovery etcd://...@h:1/n");
+        assert_eq!(url("http://h:1/x?token=hunter2"), "--discovery http://h:1/x");
+        let json = r#"{"topic":"a?b@c","endpoint":"tcp://*:1"}"#;
+        assert_eq!(url(json), format!("--discovery {json}"));
     }
 }

@@ -1,6 +1,6 @@
 //! Flags of `server router`.
 
-use super::{AccessArgs, EdgeArgs, TraceArgs};
+use super::{AccessArgs, EdgeArgs, LogArgs, TraceArgs};
 use crate::net::discovery::DiscoveryUrl;
 use crate::router::RouterConfig;
 use crate::router::choice::{ChoiceConfig, Policy};
@@ -83,9 +83,9 @@ pub struct RouterArgs {
     /// What is recorded of traces.
     #[command(flatten)]
     pub trace: TraceArgs,
-    /// Most verbose level that is logged.
-    #[arg(long, default_value = "info")]
-    pub log_level: tracing_subscriber::filter::LevelFilter,
+    /// What is logged, and how.
+    #[command(flatten)]
+    pub log: LogArgs,
     /// File (TOML) with flags, those of the router in its table named router.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,

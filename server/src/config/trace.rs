@@ -1,6 +1,6 @@
 //! Flags for traces.
 
-use crate::net::otlp::{OtlpEndpoint, OtlpError, SpanSender, Traces};
+use crate::net::otlp::{OtlpError, SpanSender, Traces};
 use crate::trace::Sampling;
 use clap::Args;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ pub struct TraceArgs {
     /// OpenTelemetry collector that is told the way of each request (OTLP over HTTP), like
     /// http://HOST:4318 [default: none].
     #[arg(long, value_name = "URL")]
-    pub otlp_traces_endpoint: Option<OtlpEndpoint>,
+    pub otlp_traces_endpoint: Option<String>,
     /// Share of the requests without a traceparent header for which a trace begins.
     #[arg(long, default_value_t = 1.0, value_parser = share, value_name = "SHARE")]
     pub trace_sampling_ratio: f64,
@@ -36,8 +36,9 @@ impl TraceArgs {
     /// # Errors
     /// [`OtlpError`].
     pub fn traces(&self, role: &'static str) -> Result<Option<Traces>, OtlpError> {
+        // Read here: what the command line cannot read it shows as it was given, secrets and all.
         let Some(endpoint) = &self.otlp_traces_endpoint else { return Ok(None) };
-        let sender = Arc::new(SpanSender::start(endpoint, role)?);
+        let sender = Arc::new(SpanSender::start(&endpoint.parse()?, role)?);
         Ok(Some(Traces { sampling: Sampling::of(self.trace_sampling_ratio), sender }))
     }
 }

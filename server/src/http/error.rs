@@ -85,8 +85,8 @@ impl ApiError {
 
     /// 401: no key, or a wrong one.
     pub fn unauthorized() -> Self {
-        let message = "an API key is needed, as `Authorization: Bearer KEY` or `x-api-key: KEY`, and \
-                       none of this server's was sent";
+        let message = "an API key is needed, as `Authorization: Bearer KEY` or `x-api-key: KEY`; \
+                       none was sent, or one that this server does not know";
         Self::client(StatusCode::UNAUTHORIZED, "invalid_api_key", message)
     }
 

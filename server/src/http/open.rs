@@ -5,6 +5,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use crate::engine::{Event, FailureKind, Generation};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,6 +32,15 @@ pub(crate) enum AbortWish {
     All,
     /// Those with this id.
     One(String),
+}
+
+impl fmt::Display for AbortWish {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::All => f.write_str("all"),
+            Self::One(id) => write!(f, "rid {id:?}"),
+        }
+    }
 }
 
 impl AbortWish {

@@ -187,6 +187,6 @@ pub(super) async fn abort_request(
     let body = generate::read_body(&state, request).await?;
     let wish = AbortWish::read(&body)?;
     let aborted = state.open.abort(&wish);
-    tracing::info!(?wish, aborted, "/abort_request");
+    tracing::info!(%wish, aborted, "/abort_request");
     Ok(Json(json!({"aborted": aborted})))
 }

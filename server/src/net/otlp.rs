@@ -39,7 +39,9 @@ pub struct OtlpEndpoint(Url);
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OtlpError {
     /// Not the address of a collector.
-    #[error("{0:?} is no collector: http://HOST:PORT or https://HOST:PORT expected")]
+    #[error(
+        "--otlp-traces-endpoint {0:?} is no collector: http://HOST:PORT or https://HOST:PORT expected"
+    )]
     Endpoint(String),
     /// The exporter does not start.
     #[error("export spans to {0}: {1}")]
@@ -50,7 +52,7 @@ impl FromStr for OtlpEndpoint {
     type Err = OtlpError;
 
     fn from_str(text: &str) -> Result<Self, OtlpError> {
-        let wrong = || OtlpError::Endpoint(text.to_owned());
+        let wrong = || OtlpError::Endpoint(without_secrets(text));
         let mut url = Url::parse(text).map_err(|_| wrong())?;
         let is_plain = url.query().is_none() && url.fragment().is_none();
         if !matches!(url.scheme(), "http" | "https") || !url.has_host() || !is_plain {
@@ -60,6 +62,15 @@ impl FromStr for OtlpEndpoint {
             url.set_path(PATH);
         }
         Ok(Self(url))
+    }
+}
+
+/// An address without what may be a secret: what is before an @, and a query.
+pub(crate) fn without_secrets(text: &str) -> String {
+    let text = text.split_once('?').map_or(text, |(before, _)| before);
+    match (text.split_once("://"), text.rsplit_once('@')) {
+        (Some((scheme, _)), Some((_, host))) => format!("{scheme}://...@{host}"),
+        _ => text.to_owned(),
     }
 }
 
@@ -277,8 +288,15 @@ mod tests {
         assert_eq!(shown("http://c:4318/v1/traces"), Ok("http://c:4318/v1/traces".to_owned()));
         assert_eq!(shown("https://c/otlp"), Ok("https://c/otlp".to_owned()));
         assert_eq!(shown("http://u:secret@c/x"), Ok("http://u:...@c/x".to_owned()));
-        for bad in ["", "c:4318", "grpc://c:4317", "http://", "http://c?x", "http://c#x"] {
+        for bad in ["", "c:4318", "grpc://c:4317", "http://", "http://c#x"] {
             assert_eq!(shown(bad), Err(OtlpError::Endpoint(bad.to_owned())));
+        }
+        for (bad, told) in [
+            ("http://c?token=secret", "http://c"),
+            ("http://u:secret@c/x?token=secret", "http://...@c/x"),
+            ("grpc://u:se@cret@c", "grpc://...@c"),
+        ] {
+            assert_eq!(shown(bad), Err(OtlpError::Endpoint(told.to_owned())));
         }
     }
 }

@@ -34,6 +34,18 @@ pub enum Policy {
     RoundRobin,
 }
 
+impl Policy {
+    /// Name, as the flag has it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::CacheAware => "cache_aware",
+            Self::LeastLoad => "least_load",
+            Self::RoundRobin => "round_robin",
+        }
+    }
+}
+
 /// Blocks that a request under way counts for: decoding has its cost too.
 const ACTIVE_WEIGHT: f64 = 1.0;
 /// Blocks behind the least busy worker at which what a worker has counts half: 64 blocks are a
@@ -128,7 +140,8 @@ impl Choice {
         self.workers.remove(&worker);
     }
 
-    /// A worker stopped answering: when it answers again it will have begun anew.
+    /// A worker has nothing any more of what it was sent: it stopped answering, and will have begun anew
+    /// when it answers again, or it was told to forget it.
     pub fn handle_lost(&mut self, worker: WorkerId) {
         if let Some(known) = self.workers.get_mut(&worker) {
             known.index.clear();

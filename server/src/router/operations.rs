@@ -39,7 +39,7 @@ pub(super) async fn server_info(State(state): State<Arc<RouterState>>) -> Json<V
         "process": "router",
         "version": env!("CARGO_PKG_VERSION"),
         "served_model_name": state.workers.model(),
-        "policy": format!("{:?}", config.choice.policy),
+        "policy": config.choice.policy.name(),
         "limits": limits,
         "flags": config.about.flags_json(),
         "workers": workers,
@@ -55,12 +55,14 @@ pub(super) async fn abort_request(
     let (parts, body) = request.into_parts();
     expect_json(&parts.headers)?;
     let body = collect_body(body, state.config.max_body_bytes, state.config.body_timeout).await?;
-    AbortWish::read(&body)?;
+    let wish = AbortWish::read(&body)?;
     let path = PathAndQuery::from_static("/abort_request");
     let order = Order { path, headers: passed_on(&parts.headers, &id), body };
     let (status, workers) = order.give(&state).await?;
     let counts = workers.iter().filter_map(|worker| worker["answer"]["aborted"].as_u64());
-    let body = json!({"aborted": counts.sum::<u64>(), "workers": workers});
+    let aborted = counts.sum::<u64>();
+    tracing::info!(%wish, aborted, status = status.as_u16(), "/abort_request");
+    let body = json!({"aborted": aborted, "workers": workers});
     Ok((status, Json(body)).into_response())
 }
 
@@ -78,6 +80,10 @@ pub(super) async fn flush_cache(
     let headers = passed_on(request.headers(), &id);
     let order = Order { path, headers, body: Bytes::new() };
     let (status, workers) = order.give(&state).await?;
+    let flushed = workers.iter().filter(|worker| worker["status"] == 200);
+    let flushed: Vec<&str> = flushed.filter_map(|worker| worker["address"].as_str()).collect();
+    state.workers.forget(&flushed);
+    tracing::info!(flushed = flushed.join(","), status = status.as_u16(), "/flush_cache");
     Ok((status, Json(json!({"workers": workers}))).into_response())
 }
 

@@ -327,6 +327,15 @@ impl Workers {
         }
     }
 
+    /// Workers have forgotten what they were sent.
+    pub(super) fn forget(&self, addresses: &[&str]) {
+        let list = lock(&self.list);
+        let mut choice = lock(&self.choice);
+        for worker in list.workers.iter().filter(|worker| addresses.contains(&worker.address())) {
+            choice.handle_lost(worker.id);
+        }
+    }
+
     /// Forgets those that have left and whose requests have ended.
     pub(super) fn clear_away(&self) {
         let mut list = lock(&self.list);

@@ -117,7 +117,9 @@ impl Worker {
                     tracing::warn!(
                         address,
                         "no prefill worker is reached there: {}; is it the address that the worker \
-                         says decode workers connect to?",
+                         says decode workers connect to? It is tried again. Workers of one host \
+                         that have another user, TMPDIR or container need \
+                         --disaggregation-transfer-backend tcp",
                         first_line(&text)
                     );
                 } else {

@@ -147,3 +147,29 @@ async fn a_dead_socket_is_replaced_and_a_foreign_file_leaves_tcp() {
     assert!(complaint.contains(path) && complaint.contains("no socket"), "{complaint}");
     assert_eq!(std::fs::read_to_string(&file.0).expect("it is still there"), "mine");
 }
+
+#[tokio::test]
+async fn the_log_is_json_where_that_is_asked_for() {
+    let worker = Server::worker("null", "--log-format json");
+    let router = Server::router(&[&worker], "--log-format json");
+    healthy(&router.url).await;
+    for mut server in [router, worker] {
+        server.process.terminate();
+        assert!(server.process.wait_exit().success());
+        let log = server.process.log_text();
+        assert!(!log.contains(" INFO "), "{log}");
+        let lines = log.lines().filter(|line| line.starts_with('{'));
+        let lines: Vec<serde_json::Value> =
+            lines.map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
+        let is_whole = |line: &serde_json::Value| {
+            ["timestamp", "level", "target"].iter().all(|name| line[name].is_string())
+                && line["fields"].is_object()
+        };
+        assert!(!lines.is_empty() && lines.iter().all(is_whole), "{log}");
+        let flags = |line: &serde_json::Value| {
+            let said = line["fields"]["message"].as_str().unwrap_or_default();
+            line["level"] == "INFO" && said.starts_with("flags: ")
+        };
+        assert!(lines.iter().any(flags), "{log}");
+    }
+}
