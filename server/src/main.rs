@@ -407,7 +407,9 @@ fn run_router(args: &RouterArgs, settings: &[Setting], unknown: &[String]) -> an
             draining.drain();
         };
         let address = Address { scheme: scheme(&edge), socket: address };
-        say(&format!("router is ready on {address} ({} workers)", args.workers.len()));
+        let count = args.workers.len();
+        let plural = if count == 1 { "" } else { "s" };
+        say(&format!("router listens on {address} ({count} worker{plural} named)"));
         if let Some(listener) = registry {
             let address = listener.local_addr().context("read the port that was given")?;
             say(&format!("workers register with --discovery http://{address}"));

@@ -30,10 +30,15 @@ pub(super) async fn health(State(state): State<Arc<RouterState>>) -> Response {
     let status = match (ready, is_draining) {
         (true, _) => "ready",
         (false, true) => "draining",
-        (false, false) => "failed",
+        (false, false) => not_ready(&all),
     };
     let code = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (code, Json(json!({"status": status, "reason": reason, "workers": workers}))).into_response()
+}
+
+/// A router without a ready worker: before the first one was, it is starting.
+fn not_ready(all: &[Arc<Worker>]) -> &'static str {
+    if all.iter().any(|worker| worker.was_ready()) { "failed" } else { "starting" }
 }
 
 fn worker_json(state: &RouterState, worker: &Worker) -> Value {
@@ -129,7 +134,7 @@ pub(super) async fn stats(
         "process": "router",
         "info": first("info"),
         "health": {
-            "status": if ready { "ready" } else { "failed" },
+            "status": if ready { "ready" } else { not_ready(&state.workers.all()) },
             "reason": (!ready).then(|| none_ready(&state).message),
         },
         "processes": processes,

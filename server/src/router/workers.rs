@@ -78,6 +78,8 @@ pub(super) struct Worker {
     health: watch::Sender<WorkerHealth>,
     /// What it said of itself when it last answered.
     facts: Mutex<Facts>,
+    /// It took requests at least once.
+    was_ready: AtomicBool,
     /// Gets no new requests, and goes when those that it has have ended.
     is_leaving: AtomicBool,
     under_way: AtomicUsize,
@@ -100,6 +102,7 @@ impl Worker {
             address,
             health: watch::Sender::new(WorkerHealth::Unknown),
             facts: Mutex::default(),
+            was_ready: AtomicBool::new(false),
             is_leaving: AtomicBool::new(false),
             under_way: AtomicUsize::new(0),
             requests: AtomicU64::new(0),
@@ -122,6 +125,11 @@ impl Worker {
         Uri::from_parts(parts).expect("scheme, authority and path make an address")
     }
 
+    /// Whether it took requests at least once.
+    pub(super) fn was_ready(&self) -> bool {
+        self.was_ready.load(Ordering::Relaxed)
+    }
+
     pub(super) fn health(&self) -> WorkerHealth {
         self.health.borrow().clone()
     }
@@ -133,6 +141,9 @@ impl Worker {
 
     /// Takes the finding of a health check in.
     pub(super) fn set_health(&self, found: WorkerHealth) {
+        if found == WorkerHealth::Ready {
+            self.was_ready.store(true, Ordering::Relaxed);
+        }
         self.health.send_if_modified(|known| {
             let next = match (&*known, found) {
                 (WorkerHealth::Silent(times, _), WorkerHealth::Silent(_, reason)) => {

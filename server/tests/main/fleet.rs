@@ -152,6 +152,49 @@ async fn a_flush_reaches_every_worker_and_says_who_did_it() {
 }
 
 #[tokio::test]
+async fn a_router_is_starting_until_a_worker_was_ready() {
+    let a = Worker::start("a").await;
+    a.set_health(StatusCode::SERVICE_UNAVAILABLE);
+    let front = Front::over(&[a.url()], |_| {}).await;
+    let status = async || front.client.get("/health").await.json()["status"].clone();
+    assert_eq!(status().await, "starting");
+    assert_eq!(front.client.get("/stats.json").await.json()["health"]["status"], "starting");
+    a.set_health(StatusCode::OK);
+    front.proxy.check_workers().await;
+    assert_eq!(status().await, "ready");
+    a.set_health(StatusCode::SERVICE_UNAVAILABLE);
+    front.proxy.check_workers().await;
+    assert_eq!(status().await, "failed");
+}
+
+#[tokio::test]
+async fn what_was_flushed_is_not_remembered_either() {
+    let (a, b) = (Worker::start("a").await, Worker::start("b").await);
+    let front = Front::over(&[a.url(), b.url()], |_| {}).await;
+    let story = "The sky over Oslo is blue today. ".repeat(200);
+    for _ in 0..2 {
+        let answer = front.client.post("/v1/completions", &json!({"prompt": story})).await;
+        assert_eq!(answer.status, 200);
+    }
+    let remembered = async || {
+        let metrics = front.client.get("/metrics").await;
+        let text = metrics.text();
+        let lines = text.lines().filter(|line| line.starts_with("dsv4_router:remembered_blocks{"));
+        let counts = lines.map(|line| line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap());
+        counts.sum::<f64>()
+    };
+    assert!(remembered().await > 1.0);
+    b.plan(Plan::Answer(StatusCode::SERVICE_UNAVAILABLE, "{}"));
+    a.plan(Plan::Answer(StatusCode::SERVICE_UNAVAILABLE, "{}"));
+    assert_eq!(front.client.post("/flush_cache", &json!({})).await.status, 502);
+    assert!(remembered().await > 1.0, "nobody has forgotten anything");
+    a.plan(Plan::Answer(StatusCode::OK, "{}"));
+    b.plan(Plan::Answer(StatusCode::OK, "{}"));
+    assert_eq!(front.client.post("/flush_cache", &json!({})).await.status, 200);
+    assert_eq!(remembered().await, 0.0);
+}
+
+#[tokio::test]
 async fn a_probe_goes_to_a_worker_that_is_ready() {
     let (a, b) = (Worker::start("a").await, Worker::start("b").await);
     a.set_health(StatusCode::SERVICE_UNAVAILABLE);
