@@ -173,7 +173,8 @@ async fn what_was_flushed_is_not_remembered_either() {
     let front = Front::over(&[a.url(), b.url()], |_| {}).await;
     let story = "The sky over Oslo is blue today. ".repeat(200);
     for _ in 0..2 {
-        let answer = front.client.post("/v1/completions", &json!({"prompt": story})).await;
+        let body = json!({"messages": [{"role": "user", "content": story}]});
+        let answer = front.client.post("/v1/chat/completions", &body).await;
         assert_eq!(answer.status, 200);
     }
     let remembered = async || {
