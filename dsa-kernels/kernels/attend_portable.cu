@@ -4,6 +4,7 @@
 #include "attend.cuh"
 
 #define BLOCK 32u
+#define RUNS 5u
 #define HEADS 16u
 #define COLUMN_BYTES (BLOCK * 128u)
 #define TILE_BYTES (8u * COLUMN_BYTES)
@@ -17,7 +18,7 @@
 #define AT_MERGES (AT_TERMS + 2048u)
 #define AT_FACTORS (AT_MERGES + HEADS * 8u)
 #define AT_SHARES (AT_FACTORS + HEADS * 4u)
-#define SHARED_USED (AT_SHARES + FACTOR_BYTES(HEADS) + 1024u)
+#define SHARED_USED (AT_SHARES + FACTOR_BYTES(HEADS, RUNS) + 1024u)
 #define VALUE_STRIDE (WIDTH + 8u)
 
 DYNAMIC_SHARED(attend_portable, SHARED_USED)
@@ -122,7 +123,7 @@ DEVICE void values_of(u8 *shared, const u8 *tile, f32 (&o)[8][4], u32 warp, u32 
   }
 }
 
-extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(RUNS, 1, 1) __launch_bounds__(THREADS, 1)
     attend_portable(const __grid_constant__ AttendArgs a) {
   extern __shared__ u8 raw_shared[];
   u8 *shared = raw_shared + ((1024u - (shared_address(raw_shared) & 1023u)) & 1023u);
@@ -132,7 +133,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   if (t < HEADS) merges[t] = {-INFINITY, 0};
   wait_for_former();
   Rows rows = rows_of(a, token);
-  Run run = run_of(rows, BLOCK, rank);
+  Run run = run_of<RUNS>(rows, BLOCK, rank);
   f32 o[8][4] = {};
   if (run.first < run.last) {
     load_queries(a, shared, token, first_head, t);
@@ -163,6 +164,6 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   release_next();
   cluster_sync();
   f32 *shares = reinterpret_cast<f32 *>(shared + AT_SHARES);
-  combine<HEADS, VALUE_STRIDE, THREADS>(a, out, merges, shares, first_head, token, rank, t);
-  cluster_sync();
+  combine<RUNS, HEADS, VALUE_STRIDE, THREADS>(a, out, merges, shares, first_head, token, rank, t);
+  cluster_leave();
 }

@@ -132,15 +132,29 @@ DEVICE void refuse(u64 counter) {
   if (counter) atomicAdd(at<u32>(counter), 1u);
 }
 
-// Waits for the kernel before this one in the stream where the launch asked for overlap; nothing a
-// former kernel wrote may be read before it.
+// The ordering rule (note 20): nothing that another kernel touches is read or written before this
+// wait for the kernel in front, where the launch asked for overlap.
+//
+// Two builds for the test of the rule: WITHOUT_WAIT takes the wait away; LATE_US lets the next kernel
+// start at once, and holds each block back for so long.
 DEVICE void wait_for_former() {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && defined(LATE_US)
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+#if __CUDA_ARCH__ >= 900 && !defined(WITHOUT_WAIT)
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+#ifdef LATE_US
+  u64 begin, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  while (now - begin < 1000ull * LATE_US);
 #endif
 }
 
-// Lets the next kernel of the stream start its prologue.
+// Lets the next kernel of the stream start up to its wait, once all blocks of this one have come here
+// or ended. It may stand before the own wait: the next kernel waits for this one as a whole, which
+// waited for the former. Whether the blocks that wait are in the way is a matter of measurement.
 DEVICE void release_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -186,6 +200,11 @@ DEVICE void named_barrier(u32 id, u32 threads) {
 }
 DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+// The last meeting of a cluster: a block's shared memory stays until all have read it. What they read
+// they have used, so nothing need be ordered, and no block waits for its stores to memory.
+DEVICE void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 DEVICE u32 cluster_rank() {
   u32 r;

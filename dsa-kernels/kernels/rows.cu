@@ -7,6 +7,7 @@ template <RowKind KIND> DEVICE void store_rows(const StoreArgs &a) {
   const int N = RowStore<KIND>::N;
   u32 lane = threadIdx.x & 31, l = lane & 7, mask = row_mask(lane);
   u32 item = (blockIdx.x * blockDim.x + threadIdx.x) / 8;
+  release_next();
   wait_for_former();
   if (item >= a.count) return;
   u32 page = __ldg(at<u32>(a.targets) + 2 * item), row = __ldg(at<u32>(a.targets) + 2 * item + 1);
@@ -30,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(128) store_bf16(const __grid_consta
 template <RowKind KIND> DEVICE void query(const QueryArgs &a) {
   u32 lane = threadIdx.x & 31, l = lane & 7, mask = row_mask(lane);
   u32 item = (blockIdx.x * blockDim.x + threadIdx.x) / 8;
+  release_next();
   wait_for_former();
   if (item >= a.tokens * a.heads) return;
   const f32 *from = at<f32>(a.q) + (u64)item * 128;

@@ -582,6 +582,7 @@ template <KeyKind KIND, bool FUSED, bool WARPGROUP> DEVICE void score(const Scor
     barrier_fence();
   }
   for (u32 i = t; i < BINS; i += blockDim.x) hist[i] = 0;
+  release_next();
   wait_for_former();
   if (t < 32) scan_queries(a, starts, t, FUSED);
   __syncthreads();

@@ -500,6 +500,11 @@ impl Module {
         let bytes = i32::try_from(dynamic_bytes).unwrap_or(i32::MAX);
         // SAFETY: the function is one of the module.
         check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(raw, attribute, bytes) })?;
+        // A kernel whose cluster has more than eight blocks must ask; for others it changes nothing.
+        let attribute =
+            sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
+        // SAFETY: as above.
+        check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(raw, attribute, 1) })?;
         Ok(Function { raw, dynamic_bytes })
     }
 }

@@ -8,9 +8,6 @@ use crate::device::{MemSlice, StreamId};
 use crate::error::KernelError;
 use crate::ops::{PagedCache, RowFormat};
 
-/// Blocks of a cluster: runs of rows that are computed apart and added in order.
-const SPLITS: u32 = 5;
-
 /// Which compressed rows a query attends to.
 #[derive(Clone, Copy, Debug)]
 pub enum DeviceSelection<'a> {
@@ -41,11 +38,16 @@ pub struct DeviceRows<'a> {
     pub selection: DeviceSelection<'a>,
 }
 
-/// Which kernel attends.
+/// Which kernel attends. A query's rows are cut into runs, which blocks of a cluster compute apart
+/// and add in order. The cut changes the last bits, so it is the caller's choice and not the batch's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttendPath {
-    /// The fastest that card and heads allow.
+    /// Ten runs.
+    Few,
+    /// Five runs.
     Best,
+    /// Two runs.
+    Many,
     /// The one for all cards: 16 heads a block, matrix instructions of a warp.
     Portable,
 }
@@ -131,11 +133,13 @@ impl CudaKernels {
             compressed(op, &mut arguments, rows, seqs)?;
         }
         let is_hopper = self.device().compute() == (9, 0) && a.heads.is_multiple_of(64);
-        let (name, threads, heads) = match a.path {
-            AttendPath::Best if is_hopper => ("attend_hopper", 512, 64),
-            _ => ("attend_portable", 256, 16),
+        let (name, runs, threads, heads) = match a.path {
+            AttendPath::Few if is_hopper => ("attend_hopper_x10", 10, 512, 64),
+            AttendPath::Best if is_hopper => ("attend_hopper_x5", 5, 512, 64),
+            AttendPath::Many if is_hopper => ("attend_hopper_x2", 2, 512, 64),
+            _ => ("attend_portable", 5, 256, 16),
         };
-        let grid = [SPLITS, a.tokens, a.heads / heads];
+        let grid = [runs, a.tokens, a.heads / heads];
         let launch = Launch { grid, threads, is_cooperative: false, overlaps: true };
         self.launch(s, name, &launch, &arguments)
     }
