@@ -20,8 +20,8 @@ struct Rows {
 DEVICE Rows rows_of(const AttendArgs &a, u32 token) {
   Rows r;
   r.sequence = token / a.tokens_per_seq;
-  r.position = __ldg(at<u32>(a.positions) + token);
-  r.first_page = __ldg(at<u32>(a.window_first) + r.sequence);
+  r.position = load(at<u32>(a.positions) + token);
+  r.first_page = load(at<u32>(a.window_first) + r.sequence);
   r.window = min(r.position + 1, a.window_tokens);
   r.list = a.selected ? at<i32>(a.selected) + (u64)token * a.top_k : nullptr;
   r.listed = a.selected ? a.top_k : a.ratio ? min((r.position + 1) / a.ratio, a.compressed_pages_per_seq * a.compressed.rows_per_page) : 0;
@@ -36,14 +36,20 @@ struct RowPointer {
 
 DEVICE RowPointer row_in(const Cache &c, const u32 *pages, u32 pages_of_seq, u32 page_no, u32 row) {
   if (page_no >= pages_of_seq) return {nullptr, nullptr};
-  u32 page = __ldg(pages + page_no);
+  u32 page = load(pages + page_no);
   if (page >= c.pages) return {nullptr, nullptr};
   const u8 *start = at<u8>(c.base + page * c.stride);
   return {start + row * 576u, start + c.rows_per_page * 576u + row * 8u};
 }
 
+// An entry of a query's list that was read ahead.
+struct Listed {
+  u32 entry;
+  i32 row;
+};
+
 // Entry `i` of a query's rows.
-DEVICE RowPointer row_at(const AttendArgs &a, const Rows &r, u32 i) {
+DEVICE RowPointer row_at(const AttendArgs &a, const Rows &r, u32 i, Listed ahead) {
   if (i < r.window) {
     u32 position = r.position + 1 - r.window + i;
     return row_in(a.window, at<u32>(a.window_pages) + (u64)r.sequence * a.window_pages_per_seq, a.window_pages_per_seq,
@@ -51,7 +57,7 @@ DEVICE RowPointer row_at(const AttendArgs &a, const Rows &r, u32 i) {
   }
   i -= r.window;
   if (i >= r.listed) return {nullptr, nullptr};
-  i32 row = r.list ? __ldg(r.list + i) : (i32)i;
+  i32 row = !r.list ? (i32)i : i == ahead.entry ? ahead.row : load(r.list + i);
   if (row < 0) return {nullptr, nullptr};
   return row_in(a.compressed, at<u32>(a.compressed_pages) + (u64)r.sequence * a.compressed_pages_per_seq,
                 a.compressed_pages_per_seq, (u32)row / a.compressed.rows_per_page, (u32)row % a.compressed.rows_per_page);
@@ -64,6 +70,15 @@ struct Run {
 template <u32 RUNS> DEVICE Run run_of(const Rows &r, u32 size, u32 rank) {
   u32 blocks = (r.window + r.listed + size - 1) / size, each = (blocks + RUNS - 1) / RUNS;
   return {min(rank * each, blocks), min((rank + 1) * each, blocks)};
+}
+
+// The list's entry for thread `t` of a run, asked for before the position is known: as it is for a
+// full window.
+template <u32 RUNS> DEVICE Listed listed_ahead(const AttendArgs &a, u32 token, u32 size, u32 rank, u32 t) {
+  Rows full = {0, a.window_tokens, a.selected ? a.top_k : 0, 0, 0, nullptr};
+  u32 entry = run_of<RUNS>(full, size, rank).first * size + t - a.window_tokens;
+  if (!a.selected || entry >= a.top_k) return {~0u, 0};
+  return {entry, load(at<i32>(a.selected) + (u64)token * a.top_k + entry)};
 }
 
 // The BF16 of an E8M0 byte times 2^56, twice; with 2^64 before it undoes the 2^-120 of
@@ -146,7 +161,7 @@ template <u32 RUNS, u32 HEADS, u32 STRIDE, u32 THREADS>
 DEVICE void combine(const AttendArgs &a, const f32 *values, const Merge *merges, f32 *factors, u32 first_head, u32 token,
                     u32 rank, u32 t) {
   if (t < HEADS) {
-    f32 sink = __ldg(at<f32>(a.sinks) + first_head + t) * LOG2E, most = sink;
+    f32 sink = load(at<f32>(a.sinks) + first_head + t) * LOG2E, most = sink;
     Merge m[RUNS];
 #pragma unroll
     for (u32 s = 0; s < RUNS; s++) {

@@ -35,10 +35,10 @@ DEVICE void fetch(const AttendArgs &a, const Rows &rows, u32 block, Loaded &l, u
     u32 item = i * THREADS + t, row = item / 36, part = item % 36;
     l.v[i] = make_uint4(0, 0, 0, 0), l.scale[i] = 127;
     if (item >= BLOCK * 36) continue;
-    RowPointer p = row_at(a, rows, block * BLOCK + row);
+    RowPointer p = row_at(a, rows, block * BLOCK + row, {~0u, 0});
     if (!p.data) continue;
-    l.v[i] = __ldg(reinterpret_cast<const uint4 *>(p.data) + part);
-    if (part < 28) l.scale[i] = __ldg(p.scales + part / 4);
+    l.v[i] = load(reinterpret_cast<const uint4 *>(p.data) + part);
+    if (part < 28) l.scale[i] = load(p.scales + part / 4);
   }
 }
 
@@ -55,7 +55,7 @@ DEVICE void load_queries(const AttendArgs &a, u8 *shared, u32 token, u32 first_h
   for (u32 v = t; v < HEADS * WIDTH / 8; v += THREADS) {
     u32 head = v / 64, column = v % 64;
     *reinterpret_cast<uint4 *>(shared + AT_QUERY + (column / 8) * QUERY_COLUMN_BYTES + swizzled(head, 16 * (column & 7))) =
-        __ldg(from + v);
+        load(from + v);
   }
 }
 
@@ -142,7 +142,7 @@ extern "C" __global__ void __cluster_dims__(RUNS, 1, 1) __launch_bounds__(THREAD
     for (u32 block = run.first; block < run.last; block++) {
       u8 *tile = shared + AT_TILES + ((block - run.first) & 1) * TILE_BYTES;
       place(tile, next, t);
-      bool valid = row_at(a, rows, block * BLOCK + lane).data != nullptr;
+      bool valid = row_at(a, rows, block * BLOCK + lane, {~0u, 0}).data != nullptr;
       if (block + 1 < run.last) fetch(a, rows, block + 1, next, t);
       __syncthreads();
       scores(shared, tile, warp, lane);

@@ -126,6 +126,37 @@ DEVICE u32 order_key(f32 x) {
 
 template <typename T> DEVICE T *at(u64 address) { return reinterpret_cast<T *>(address); }
 
+// Loads from device memory that stay where they are written. The ones that the compiler offers for
+// data that nobody writes (`__ldg`) it also moves in front of the wait for the former kernel, which
+// may be writing that data.
+DEVICE u32 load(const u32 *p) {
+  u32 v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+DEVICE i32 load(const i32 *p) { return (i32)load(reinterpret_cast<const u32 *>(p)); }
+DEVICE f32 load(const f32 *p) { return __uint_as_float(load(reinterpret_cast<const u32 *>(p))); }
+DEVICE u32 load(const u8 *p) {
+  u32 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+DEVICE ulonglong2 load(const ulonglong2 *p) {
+  ulonglong2 v;
+  asm volatile("ld.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p));
+  return v;
+}
+DEVICE uint2 load(const uint2 *p) {
+  uint2 v;
+  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+DEVICE uint4 load(const uint4 *p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
 DEVICE void refuse(u64 counter) {

@@ -16,6 +16,9 @@
 #define BINS 4096u
 #define ROWS_MAX 262144u
 
+// Scores of a long row that a thread reads at once.
+#define AT_ONCE 16u
+
 // Most scores of the threshold's bin that are ranked against each other.
 #define RANKED_MAX 256u
 
@@ -43,30 +46,38 @@ struct Marks {
 
 // ---- scores as FP16 ----
 
-// Two scores rounded to FP16, NaN as minus infinity; a row that is not there becomes a NaN, which is
-// in no bin.
-DEVICE u32 half_pair(f32 first, f32 second, bool has_first, bool has_second) {
+// The score of a row, if there is one; else NaN. One predicate, no branch.
+DEVICE f32 score_or_nan(const f32 *from, bool is_there) {
+  f32 x;
+  // Volatile: it must stay behind the wait for the former kernel.
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\nmov.f32 %0, 0f7fffffff;\n@p ld.global.f32 %0, [%1];\n}"
+      : "=f"(x)
+      : "l"(from), "r"((u32)is_there));
+  return x;
+}
+
+DEVICE u32 half_pair(f32 first, f32 second) {
   u32 r;
-  f32 none = from_bits(0x7fffffffu);
-  first = has_first ? fmaxf(first, -INFINITY) : none, second = has_second ? fmaxf(second, -INFINITY) : none;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
   return r;
 }
 
-// The place of both in the order of FP16 numbers, 8 higher, so that the zeros and what is next to them
-// share a bin of 16.
+// The places of both in the order of FP16 numbers, 8 lower, so that the zeros and what is next to them
+// share a bin of 16. Any NaN, which is 0x7fff here, comes into the last bin: it is not a score.
 DEVICE u32 places(u32 pair) {
-  u32 negative = (pair >> 15) & 0x00010001u;
-  return (pair ^ (negative * 0x7fffu) ^ 0x80008000u) + 0x00080008u;
+  u32 negative;  // the sign bits, 16 times each
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(negative) : "r"(pair));
+  return ((pair ^ (negative & 0x7fff7fffu)) ^ 0x80008000u) - 0x00080008u;
 }
 
-// The FP16 number at a place (not 8 higher).
+// The FP16 number at a place (not 8 lower).
 DEVICE u32 half_at(u32 place) { return place >= 0x8000u ? place ^ 0x8000u : ~place & 0xffffu; }
 
 #define PLACE_LOWEST 0x03ffu   // minus infinity
 #define PLACE_HIGHEST 0xfc00u  // infinity
+#define HALF_LOWEST 0xfc00u    // minus infinity
 
-// The lanes whose two FP16 numbers are at least `bound` (given twice).
+// The lanes whose two FP16 numbers are at least `bound` (given twice); a NaN is not.
 DEVICE void ballots(u32 pair, u32 bound, u32 &first, u32 &second) {
   asm volatile(
       "{\n.reg .pred p, q;\nsetp.ge.f16x2 p|q, %2, %3;\n"
@@ -82,7 +93,7 @@ DEVICE u32 key_of_half(u32 half) {
 }
 
 // A block's part of a row of scores. The kernels for short rows keep the pairs in registers, those of
-// PER scores a thread; where PER is 0 the scores are read again.
+// PER scores a thread; where PER is 0 the scores are read again, eight at a time.
 template <u32 PER> struct Part {
   u32 pair[PER == 0 ? 1 : PER / 2];
   const f32 *scores;
@@ -94,12 +105,14 @@ template <u32 PER> struct Part {
 #pragma unroll
       for (u32 i = 0; i < PER / 2; i++) f(2 * i * THREADS, s.pair[i]);
     } else {
-#pragma unroll 4
-      for (u32 first = 0; first < s.rows; first += 2 * THREADS) {
-        u32 row = first + s.t;
-        bool has_first = row < s.rows, has_second = row + THREADS < s.rows;
-        f32 x = has_first ? __ldg(s.scores + row) : 0.0f, y = has_second ? __ldg(s.scores + row + THREADS) : 0.0f;
-        f(first, half_pair(x, y, has_first, has_second));
+#pragma unroll 1
+      for (u32 first = 0; first < s.rows; first += AT_ONCE * THREADS) {
+        f32 x[AT_ONCE];
+        const f32 *from = s.scores + first + s.t;
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++) x[i] = score_or_nan(from + i * THREADS, first + i * THREADS + s.t < s.rows);
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i += 2) f(first + i * THREADS, half_pair(x[i], x[i + 1]));
       }
     }
   }
@@ -173,14 +186,17 @@ DEVICE void find_in_four(Shared &s, const uint4 &counts, u32 before, u32 need, u
 }
 
 // All blocks have filled their histograms; finds the bin of the `need`-th largest over all of them.
+// If there are fewer, `at_bin` stays 0, and `above` is their number.
 template <u32 C> DEVICE void find_bin(Shared &s, u32 need, u32 t) {
   u32 total;
+  if (t == 0) s.at_bin = 0;
   all_sync<C>();
   if (C == 1) {
     uint4 upper = s.hist[BINS / 4 - 1 - 2 * t], lower = s.hist[BINS / 4 - 2 - 2 * t];
     u32 sum = sum_of(upper), before = sum_before(sum + sum_of(lower), s.warp_sums, total, t);
     find_in_four(s, upper, before, need, 8 * t);
     find_in_four(s, lower, before + sum, need, 8 * t + 4);
+    if (t == 0 && total < need) s.above = total;
     __syncthreads();
     return;
   }
@@ -205,6 +221,7 @@ template <u32 C> DEVICE void find_bin(Shared &s, u32 need, u32 t) {
     bool later = slice == c && above + s.slice_sums[c] < need;
     if (later) above += s.slice_sums[c], slice = c + 1;
   }
+  if (t == 0 && above + s.slice_sums[slice] < need) s.above = above + s.slice_sums[slice];
   if (t < FOURS) {
     uint4 counts = peer_load_u32x4(peer_address(&s.merged[t], slice));
     u32 higher = above + peer_load_u32(peer_address(&s.merged_before[t], slice));
@@ -231,7 +248,7 @@ DEVICE Open narrow(Shared &s, Open o, u32 low, u32 high, const f32 *scores, Mark
 #pragma unroll 1
     for (u32 row = t; row / 32 < words; row += THREADS) {
       if (!(marks[row / 32].open >> (row & 31) & 1)) continue;
-      u32 above_low = order_key(__ldg(scores + row)) - low;
+      u32 above_low = order_key(load(scores + row)) - low;
       if (above_low < high - low) atomicAdd(&hist[above_low >> shift], 1u);
     }
     find_bin<C>(s, o.need, t);
@@ -241,9 +258,10 @@ DEVICE Open narrow(Shared &s, Open o, u32 low, u32 high, const f32 *scores, Mark
 #pragma unroll 1
   for (u32 word = t / 32; word < words; word += WARPS) {
     bool is_open = marks[word].open >> (t & 31) & 1;
-    u32 key = is_open ? order_key(__ldg(scores + word * 32 + (t & 31))) : 0;
+    u32 key = is_open ? order_key(load(scores + word * 32 + (t & 31))) : 0;
     u32 from_low = __ballot_sync(~0u, is_open && key >= low), from_high = __ballot_sync(~0u, is_open && key >= high);
     if (o.count == o.need) from_high = from_low;
+    __syncwarp();  // all lanes have read the marks
     if ((t & 31) == 0) marks[word] = {marks[word].chosen | from_high, from_low & ~from_high};
   }
   __syncthreads();
@@ -281,7 +299,7 @@ DEVICE void rank_open(Shared &s, const Open &o, const f32 *scores, u32 first_row
 #pragma unroll 1
     for (u32 set = marks[word].open; set; set &= set - 1) {
       u32 row = word * 32 + __ffs(set) - 1;
-      s.own[atomicAdd(&s.listed, 1u)] = {order_key(__ldg(scores + row)), first_row + row};
+      s.own[atomicAdd(&s.listed, 1u)] = {order_key(load(scores + row)), first_row + row};
     }
   }
   all_sync<C>();
@@ -346,7 +364,6 @@ template <u32 C, u32 PER> DEVICE void select_row(const SelectArgs &a) {
   s.hist[t] = s.hist[THREADS + t] = make_uint4(0, 0, 0, 0);
   if (t == 0) s.listed = 0;
   __syncthreads();
-  release_next();
   wait_for_former();
   Part<PER> part;
   part.scores = at<f32>(a.scores) + (u64)query * a.score_stride, part.t = t;
@@ -355,9 +372,9 @@ template <u32 C, u32 PER> DEVICE void select_row(const SelectArgs &a) {
   if constexpr (PER > 0) {
     const f32 *from = part.scores + t;
 #pragma unroll
-    for (u32 i = 0; i < PER; i++) x[i] = i * THREADS + t < a.score_stride ? __ldg(from + i * THREADS) : 0.0f;
+    for (u32 i = 0; i < PER; i++) x[i] = score_or_nan(from + i * THREADS, i * THREADS + t < a.score_stride);
   }
-  u32 rows = min(__ldg(at<u32>(a.visible) + query), a.score_stride);
+  u32 rows = min(load(at<u32>(a.visible) + query), a.score_stride);
   i32 *out = at<i32>(a.selected) + (u64)query * k;
   if (rows <= k) {
 #pragma unroll 1
@@ -367,38 +384,49 @@ template <u32 C, u32 PER> DEVICE void select_row(const SelectArgs &a) {
   // Whole words of the bitmaps for each block.
   u32 each = ((rows + C - 1) / C + 31) / 32 * 32, first_row = min(rank * each, rows);
   part.scores += first_row, part.rows = min(each, rows - first_row);
+  u32 words = (part.rows + 31) / 32;
   if constexpr (PER > 0) {
+    f32 none = from_bits(0x7fffffffu);
 #pragma unroll
-    for (u32 i = 0; i < PER; i += 2)
-      part.pair[i / 2] = half_pair(x[i], x[i + 1], i * THREADS + t < rows, (i + 1) * THREADS + t < rows);
+    for (u32 i = 0; i < PER; i++) x[i] = i * THREADS + t < rows ? x[i] : none;
+#pragma unroll
+    for (u32 i = 0; i < PER; i += 2) part.pair[i / 2] = half_pair(x[i], x[i + 1]);
   }
   u8 *hist = reinterpret_cast<u8 *>(s.hist);
   Part<PER>::visit(part, [&](u32 first, u32 pair) {
     u32 both = places(pair);
-    if (first + t < part.rows) atomicAdd(reinterpret_cast<u32 *>(hist + ((both >> 2) & 0x3ffcu)), 1u);
-    if (first + THREADS + t < part.rows) atomicAdd(reinterpret_cast<u32 *>(hist + ((both >> 18) & 0x3ffcu)), 1u);
+    atomicAdd(reinterpret_cast<u32 *>(hist + ((both >> 2) & 0x3ffcu)), 1u);
+    atomicAdd(reinterpret_cast<u32 *>(hist + ((both >> 18) & 0x3ffcu)), 1u);
   });
+  __syncthreads();
+  if (t == 0) s.hist[BINS / 4 - 1].w = 0;  // what is no score
   find_bin<C>(s, k, t);
   Open o = {k - s.above, s.at_bin};
   // The bin from its lowest place to below its highest.
-  u32 low = 16 * s.bin - 8, high = low + 16, words = (part.rows + 31) / 32;
-  u32 low_half = low <= PLACE_LOWEST ? 0xfc00u : half_at(low), high_half = o.count == o.need ? low_half : half_at(high);
+  u32 low = 16 * s.bin + 8, high = low + 16;
+  u32 low_half = low <= PLACE_LOWEST || o.count == 0 ? HALF_LOWEST : half_at(low);
+  u32 high_half = o.count == o.need || o.count == 0 ? low_half : half_at(high);
   Part<PER>::visit(part, [&](u32 first, u32 pair) {
     u32 from_low[2], from_high[2], word = (first + t) / 32;
     ballots(pair, low_half * 0x10001u, from_low[0], from_low[1]);
     ballots(pair, high_half * 0x10001u, from_high[0], from_high[1]);
-    if ((t & 31) == 0 && word < words) marks[word] = {from_high[0], from_low[0] & ~from_high[0]};
-    if ((t & 31) == 0 && word + WARPS < words) marks[word + WARPS] = {from_high[1], from_low[1] & ~from_high[1]};
+    if ((t & 31) == 0 && (PER > 0 || word < words)) marks[word] = {from_high[0], from_low[0] & ~from_high[0]};
+    if ((t & 31) == 0 && (PER > 0 || word + WARPS < words)) marks[word + WARPS] = {from_high[1], from_low[1] & ~from_high[1]};
   });
   __syncthreads();
-  if (o.count != o.need && o.count > RANKED_MAX) {
+  if (o.count == 0) {
+    // All scores are chosen, and of the rows with NaN the lowest.
+    for (u32 word = t; word < words; word += THREADS)
+      marks[word].open = ~marks[word].chosen & (~0u >> (32 - min(part.rows - 32 * word, 32u)));
+    __syncthreads();
+  } else if (o.count != o.need && o.count > RANKED_MAX) {
     // Keys that round to the bin lie between its neighbours.
     u32 low_key = low <= PLACE_LOWEST + 1 ? 0 : key_of_half(half_at(low - 1));
     u32 high_key = high >= PLACE_HIGHEST ? ~0u : key_of_half(half_at(high)) + 1;
     o = narrow<C>(s, o, low_key, high_key, part.scores, marks, words, t);
   }
   if (o.count != o.need) {
-    if (o.count <= RANKED_MAX) rank_open<C>(s, o, part.scores, first_row, marks, words, t);
+    if (o.count - 1 < RANKED_MAX) rank_open<C>(s, o, part.scores, first_row, marks, words, t);
     else take_ties<C>(s, marks, words, o.need, t);
     __syncthreads();
   }

@@ -38,17 +38,24 @@ pub struct DeviceRows<'a> {
     pub selection: DeviceSelection<'a>,
 }
 
-/// Which kernel attends. A query's rows are cut into runs, which blocks of a cluster compute apart
-/// and add in order. The cut changes the last bits, so it is the caller's choice and not the batch's.
+/// Which kernel attends.
+///
+/// A query's rows are cut into runs, which blocks of a cluster compute apart and add in order. The cut
+/// changes the last bits of a result, so it is the caller's choice: one path gives the same bits in
+/// every batch. With more runs a query is done sooner, with fewer more queries are under way at once:
+/// on an H200 7 of ten runs, 22 of five, 66 of two.
+///
+/// Cards without a kernel of its own for this, and heads that are no multiple of 64, take the portable
+/// one for each path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttendPath {
-    /// Ten runs.
-    Few,
+    /// Ten runs: one query, or a few.
+    Ten,
     /// Five runs.
-    Best,
-    /// Two runs.
-    Many,
-    /// The one for all cards: 16 heads a block, matrix instructions of a warp.
+    Five,
+    /// Two runs: many queries, or few rows.
+    Two,
+    /// The one for all cards: 16 heads a block, matrix instructions of a warp, five runs.
     Portable,
 }
 
@@ -134,9 +141,9 @@ impl CudaKernels {
         }
         let is_hopper = self.device().compute() == (9, 0) && a.heads.is_multiple_of(64);
         let (name, runs, threads, heads) = match a.path {
-            AttendPath::Few if is_hopper => ("attend_hopper_x10", 10, 512, 64),
-            AttendPath::Best if is_hopper => ("attend_hopper_x5", 5, 512, 64),
-            AttendPath::Many if is_hopper => ("attend_hopper_x2", 2, 512, 64),
+            AttendPath::Ten if is_hopper => ("attend_hopper_x10", 10, 512, 64),
+            AttendPath::Five if is_hopper => ("attend_hopper_x5", 5, 512, 64),
+            AttendPath::Two if is_hopper => ("attend_hopper_x2", 2, 512, 64),
             _ => ("attend_portable", 5, 256, 16),
         };
         let grid = [runs, a.tokens, a.heads / heads];

@@ -58,6 +58,7 @@ struct Step {
     keys: (Mem, u64),
     kv: (Mem, u64),
     attend_q: MemSlice,
+    raw_positions: MemSlice,
     positions: MemSlice,
     first: MemSlice,
     window_pages: MemSlice,
@@ -103,7 +104,8 @@ fn step(gpu: &Gpu) -> Step {
         keys: pool(gpu, RowFormat::IndexFp8, PAGES),
         kv,
         attend_q: gpu.bf16s(&rng.bf16s(64 * 512)),
-        positions: gpu.u32s(&[4 * ROWS as u32 - 1]),
+        raw_positions: gpu.u32s(&[4 * ROWS as u32 - 1; 8]),
+        positions: gpu.poisoned(32),
         first: gpu.u32s(&[(4 * ROWS as u32 - 128) / 64]),
         window_pages: gpu.u32s(&shuffled(rng, 2)),
         sinks: gpu.f32s(&rng.floats(64)),
@@ -116,19 +118,30 @@ fn step(gpu: &Gpu) -> Step {
     s
 }
 
+/// Copies all pages of one memory to another.
+fn moved(kernels: &CudaKernels, source: &MemSlice, target: &MemSlice, page_bytes: u32) {
+    let pool = |mem| PagePool { mem, base: 0, stride: u64::from(page_bytes) };
+    let a = MovePages {
+        source: pool(&source.mem),
+        source_index: None,
+        target: pool(&target.mem),
+        target_index: None,
+        page_bytes,
+        count: source.len as u32 / page_bytes,
+        refused: None,
+    };
+    kernels.move_pages(STREAM, &a).unwrap();
+}
+
 impl Step {
     /// Brings the rows of index keys to where they are stored from.
     fn bring(&self, kernels: &CudaKernels) {
-        let a = MovePages {
-            source: PagePool { mem: &self.raw_rows.mem, base: 0, stride: 512 },
-            source_index: None,
-            target: PagePool { mem: &self.rows.mem, base: 0, stride: 512 },
-            target_index: None,
-            page_bytes: 512,
-            count: ROWS as u32,
-            refused: None,
-        };
-        kernels.move_pages(STREAM, &a).unwrap();
+        moved(kernels, &self.raw_rows, &self.rows, 512);
+    }
+
+    /// Brings the position of the token.
+    fn place(&self, kernels: &CudaKernels) {
+        moved(kernels, &self.raw_positions, &self.positions, 32);
     }
 
     fn store(&self, kernels: &CudaKernels) {
@@ -259,7 +272,17 @@ fn until_score(s: &Step, k: &CudaKernels) {
     s.score(k, ScorePath::Best);
 }
 
-const LINKS: [Link; 8] = [
+fn until_position(s: &Step, k: &CudaKernels) {
+    until_score(s, k);
+    s.place(k);
+}
+
+fn until_selection(s: &Step, k: &CudaKernels) {
+    until_score(s, k);
+    s.select(k);
+}
+
+const LINKS: [Link; 10] = [
     Link {
         name: "move, store",
         before: |_, _| {},
@@ -296,15 +319,29 @@ const LINKS: [Link; 8] = [
     },
     Link {
         name: "select, attend",
-        before: until_score,
+        before: until_position,
         producer: |s, k| s.select(k),
-        consumer: |s, k| s.attend(k, AttendPath::Best),
+        consumer: |s, k| s.attend(k, AttendPath::Five),
         output: |s| s.out.clone(),
     },
     Link {
         name: "select, portable attend",
-        before: until_score,
+        before: until_position,
         producer: |s, k| s.select(k),
+        consumer: |s, k| s.attend(k, AttendPath::Portable),
+        output: |s| s.out.clone(),
+    },
+    Link {
+        name: "move, attend",
+        before: until_selection,
+        producer: |s, k| s.place(k),
+        consumer: |s, k| s.attend(k, AttendPath::Two),
+        output: |s| s.out.clone(),
+    },
+    Link {
+        name: "move, portable attend",
+        before: until_selection,
+        producer: |s, k| s.place(k),
         consumer: |s, k| s.attend(k, AttendPath::Portable),
         output: |s| s.out.clone(),
     },
