@@ -64,7 +64,7 @@ pub enum AttendPath {
 /// outside of its page table or cache) is left out of the softmax.
 ///
 /// The difference from the CPU's result is that of the order of sums, of `2^x` in hardware (2 ulp)
-/// and of terms rounded to BF16 relative to the maximum of a part of the rows: 5.0e-3 of the
+/// and of terms rounded to BF16 relative to the maximum of a part of the rows: 5.3e-3 of the
 /// largest output of a head at most where it was tested.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceAttend<'a> {
