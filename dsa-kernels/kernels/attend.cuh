@@ -2,26 +2,26 @@
 // become BF16 tiles.
 //
 // Rows of a query: its window, ascending, then compressed rows in the order of the list. They are
-// cut into blocks, the blocks into SPLITS equal runs, and a cluster of SPLITS blocks of threads
+// cut into blocks, the blocks into RUNS equal runs, and a cluster of RUNS blocks of threads
 // takes one run each. The cut depends on the query's own number of rows alone, and the runs are
 // added in their order, so a result does not depend on the batch.
 #pragma once
 #include "common.cuh"
 
-#define SPLITS 5u
 #define WIDTH 512u
 
 // The rows of one query.
 struct Rows {
   u32 position, window, listed;  // `listed`: entries behind the window, -1 among them
-  u32 sequence;
+  u32 sequence, first_page;              // `first_page`: page number of the window table's first entry
   const i32 *list;
 };
 
 DEVICE Rows rows_of(const AttendArgs &a, u32 token) {
   Rows r;
-  r.position = __ldg(at<u32>(a.positions) + token);
   r.sequence = token / a.tokens_per_seq;
+  r.position = load(at<u32>(a.positions) + token);
+  r.first_page = load(at<u32>(a.window_first) + r.sequence);
   r.window = min(r.position + 1, a.window_tokens);
   r.list = a.selected ? at<i32>(a.selected) + (u64)token * a.top_k : nullptr;
   r.listed = a.selected ? a.top_k : a.ratio ? min((r.position + 1) / a.ratio, a.compressed_pages_per_seq * a.compressed.rows_per_page) : 0;
@@ -36,23 +36,28 @@ struct RowPointer {
 
 DEVICE RowPointer row_in(const Cache &c, const u32 *pages, u32 pages_of_seq, u32 page_no, u32 row) {
   if (page_no >= pages_of_seq) return {nullptr, nullptr};
-  u32 page = __ldg(pages + page_no);
+  u32 page = load(pages + page_no);
   if (page >= c.pages) return {nullptr, nullptr};
   const u8 *start = at<u8>(c.base + page * c.stride);
   return {start + row * 576u, start + c.rows_per_page * 576u + row * 8u};
 }
 
+// An entry of a query's list that was read ahead.
+struct Listed {
+  u32 entry;
+  i32 row;
+};
+
 // Entry `i` of a query's rows.
-DEVICE RowPointer row_at(const AttendArgs &a, const Rows &r, u32 i) {
+DEVICE RowPointer row_at(const AttendArgs &a, const Rows &r, u32 i, Listed ahead) {
   if (i < r.window) {
     u32 position = r.position + 1 - r.window + i;
-    u32 first = __ldg(at<u32>(a.window_first) + r.sequence);
     return row_in(a.window, at<u32>(a.window_pages) + (u64)r.sequence * a.window_pages_per_seq, a.window_pages_per_seq,
-                  position / a.window.rows_per_page - first, position % a.window.rows_per_page);
+                  position / a.window.rows_per_page - r.first_page, position % a.window.rows_per_page);
   }
   i -= r.window;
   if (i >= r.listed) return {nullptr, nullptr};
-  i32 row = r.list ? __ldg(r.list + i) : (i32)i;
+  i32 row = !r.list ? (i32)i : i == ahead.entry ? ahead.row : load(r.list + i);
   if (row < 0) return {nullptr, nullptr};
   return row_in(a.compressed, at<u32>(a.compressed_pages) + (u64)r.sequence * a.compressed_pages_per_seq,
                 a.compressed_pages_per_seq, (u32)row / a.compressed.rows_per_page, (u32)row % a.compressed.rows_per_page);
@@ -62,9 +67,18 @@ DEVICE RowPointer row_at(const AttendArgs &a, const Rows &r, u32 i) {
 struct Run {
   u32 first, last;
 };
-DEVICE Run run_of(const Rows &r, u32 size, u32 rank) {
-  u32 blocks = (r.window + r.listed + size - 1) / size, each = (blocks + SPLITS - 1) / SPLITS;
+template <u32 RUNS> DEVICE Run run_of(const Rows &r, u32 size, u32 rank) {
+  u32 blocks = (r.window + r.listed + size - 1) / size, each = (blocks + RUNS - 1) / RUNS;
   return {min(rank * each, blocks), min((rank + 1) * each, blocks)};
+}
+
+// The list's entry for thread `t` of a run, asked for before the position is known: as it is for a
+// full window.
+template <u32 RUNS> DEVICE Listed listed_ahead(const AttendArgs &a, u32 token, u32 size, u32 rank, u32 t) {
+  Rows full = {0, a.window_tokens, a.selected ? a.top_k : 0, 0, 0, nullptr};
+  u32 entry = run_of<RUNS>(full, size, rank).first * size + t - a.window_tokens;
+  if (!a.selected || entry >= a.top_k) return {~0u, 0};
+  return {entry, load(at<i32>(a.selected) + (u64)token * a.top_k + entry)};
 }
 
 // The BF16 of an E8M0 byte times 2^56, twice; with 2^64 before it undoes the 2^-120 of
@@ -138,53 +152,53 @@ DEVICE f32 finite_max(f32 m) { return m == -INFINITY ? 0.0f : m; }
 
 #define LOG2E 1.44269504088896340736f
 
-#define FACTOR_BYTES(HEADS) ((HEADS) * (SPLITS + 1) * 4u)
+#define FACTOR_BYTES(HEADS, RUNS) ((HEADS) * (RUNS) * 4u)
 
-// Adds the runs of a cluster and divides: output of HEADS x WIDTH, this block's share of the
+// Adds the runs of a cluster, each times its factor over the sum: output of HEADS x WIDTH, this block's share of the
 // vectors. `values` (FP32, rows of STRIDE) and `merges` are at the same place in each block;
 // `factors` is this block's own. Maxima are in units of score * scale * log2(e).
-template <u32 HEADS, u32 STRIDE, u32 THREADS>
+template <u32 RUNS, u32 HEADS, u32 STRIDE, u32 THREADS>
 DEVICE void combine(const AttendArgs &a, const f32 *values, const Merge *merges, f32 *factors, u32 first_head, u32 token,
                     u32 rank, u32 t) {
   if (t < HEADS) {
-    f32 sink = __ldg(at<f32>(a.sinks) + first_head + t) * LOG2E, most = sink;
-    Merge m[SPLITS];
+    f32 sink = load(at<f32>(a.sinks) + first_head + t) * LOG2E, most = sink;
+    Merge m[RUNS];
 #pragma unroll
-    for (u32 s = 0; s < SPLITS; s++) {
+    for (u32 s = 0; s < RUNS; s++) {
       u32 from = peer_address(merges + t, s);
       m[s].most = peer_load(from), m[s].sum = peer_load(from + 4);
     }
 #pragma unroll
-    for (u32 s = 0; s < SPLITS; s++) most = max_keeping_nan(most, m[s].most);
+    for (u32 s = 0; s < RUNS; s++) most = max_keeping_nan(most, m[s].most);
     most = finite_max(most);
     f32 sum = fast_exp2(sink - most);
 #pragma unroll
-    for (u32 s = 0; s < SPLITS; s++) {
+    for (u32 s = 0; s < RUNS; s++) {
       f32 factor = fast_exp2(m[s].most - most);
       sum = fmaf(m[s].sum, factor, sum);
-      factors[t * (SPLITS + 1) + s] = factor;
+      m[s].most = factor;
     }
-    factors[t * (SPLITS + 1) + SPLITS] = sum;
+#pragma unroll
+    for (u32 s = 0; s < RUNS; s++) factors[t * RUNS + s] = divide(m[s].most, sum);
   }
   __syncthreads();
   const u32 VECTORS = HEADS * WIDTH / 4;
-  u32 from[SPLITS];
+  u32 from[RUNS];
 #pragma unroll
-  for (u32 s = 0; s < SPLITS; s++) from[s] = peer_address(values, s);
+  for (u32 s = 0; s < RUNS; s++) from[s] = peer_address(values, s);
 #pragma unroll 2
-  for (u32 v = VECTORS * rank / SPLITS + t; v < VECTORS * (rank + 1) / SPLITS; v += THREADS) {
+  for (u32 v = VECTORS * rank / RUNS + t; v < VECTORS * (rank + 1) / RUNS; v += THREADS) {
     u32 head = v / (WIDTH / 4), place = (head * STRIDE + (v % (WIDTH / 4)) * 4) * 4;
-    float4 part[SPLITS], out = {0, 0, 0, 0};
+    float4 part[RUNS], out = {0, 0, 0, 0};
 #pragma unroll
-    for (u32 s = 0; s < SPLITS; s++) part[s] = peer_load4(from[s] + place);
+    for (u32 s = 0; s < RUNS; s++) part[s] = peer_load4(from[s] + place);
 #pragma unroll
-    for (u32 s = 0; s < SPLITS; s++) {
-      f32 factor = factors[head * (SPLITS + 1) + s];
+    for (u32 s = 0; s < RUNS; s++) {
+      f32 factor = factors[head * RUNS + s];
       out.x = fmaf(part[s].x, factor, out.x), out.y = fmaf(part[s].y, factor, out.y);
       out.z = fmaf(part[s].z, factor, out.z), out.w = fmaf(part[s].w, factor, out.w);
     }
-    f32 sum = factors[head * (SPLITS + 1) + SPLITS];
-    uint2 packed = {pack_bf16(divide(out.x, sum), divide(out.y, sum)), pack_bf16(divide(out.z, sum), divide(out.w, sum))};
+    uint2 packed = {pack_bf16(out.x, out.y), pack_bf16(out.z, out.w)};
     u64 to = ((u64)token * a.heads + first_head) * WIDTH + 4ull * v;
     *reinterpret_cast<uint2 *>(at<u8>(a.out) + 2 * to) = packed;
   }

@@ -6,6 +6,7 @@
 
 #define BLOCK 64u
 #define HEADS 64u
+#define RUNS_MAX 10u
 #define COLUMN_BYTES (BLOCK * 128u)       // 64 rows x 64 BF16
 #define TILE_BYTES (8u * COLUMN_BYTES)    // 64 rows x 512 BF16
 #define STAGES 2u
@@ -20,15 +21,13 @@
 #define AT_MERGES (AT_MAXIMA + 512u)
 #define AT_VALID (AT_MERGES + HEADS * 8u)          // [STAGES] of 64 bits
 #define AT_BARRIERS (AT_VALID + STAGES * 8u)
-#define AT_FACTORS (AT_BARRIERS + 2u * STAGES * 8u)
-#define AT_POINTERS (AT_FACTORS + FACTOR_BYTES(HEADS))
+#define AT_FACTORS (AT_BARRIERS + 4u * STAGES * 8u)  // three kinds
+#define AT_POINTERS (AT_FACTORS + FACTOR_BYTES(HEADS, RUNS_MAX))
 #define SHARED_USED (AT_POINTERS + ROWS_KNOWN * 16u + 1024u)
 // The values of a run take the place of the tiles and some of the terms.
 #define VALUE_STRIDE (WIDTH + 8u)
 
 #if HAS_WGMMA
-
-DYNAMIC_SHARED(attend_hopper, SHARED_USED)
 
 // 256 threads; all loads of a half are under way before the first is stored.
 DEVICE void load_queries(const AttendArgs &a, u8 *shared, u32 token, u32 first_head, u32 t) {
@@ -37,7 +36,7 @@ DEVICE void load_queries(const AttendArgs &a, u8 *shared, u32 token, u32 first_h
   for (u32 half = 0; half < 2; half++) {
     uint4 v[8];
 #pragma unroll
-    for (u32 i = 0; i < 8; i++) v[i] = __ldg(from + (8 * half + i) * 256 + t);
+    for (u32 i = 0; i < 8; i++) v[i] = load(from + (8 * half + i) * 256 + t);
 #pragma unroll
     for (u32 i = 0; i < 8; i++) {
       u32 n = (8 * half + i) * 256 + t, head = n / 64, column = n % 64;
@@ -47,57 +46,53 @@ DEVICE void load_queries(const AttendArgs &a, u8 *shared, u32 token, u32 first_h
 }
 
 // Looks up the addresses of the next rows of a run.
-DEVICE void find_rows(const AttendArgs &a, const Rows &rows, Run run, u8 *shared, u32 block, u32 t, u32 threads) {
+DEVICE void find_rows(const AttendArgs &a, const Rows &rows, Run run, u8 *shared, u32 block, u32 t, u32 threads,
+                      Listed ahead) {
   RowPointer *pointers = reinterpret_cast<RowPointer *>(shared + AT_POINTERS);
   u32 count = min((run.last - block) * BLOCK, ROWS_KNOWN);
-  for (u32 i = t; i < count; i += threads) pointers[i] = row_at(a, rows, block * BLOCK + i);
+  for (u32 i = t; i < count; i += threads) pointers[i] = row_at(a, rows, block * BLOCK + i, ahead);
 }
 
-// A thread's share of a block on its way: 7 of the 64 x 28 vectors of E4M3 codes with their scales,
-// and 2 of the 64 x 8 vectors of BF16.
+// A thread's share of a block on its way: of one row, four threads to a row, a vector of each of the
+// seven column blocks of E4M3 codes with their scales, and two vectors of BF16. So a row's address is
+// looked up once, and all places in memory and in the tile are constants apart.
 struct Share {
   uint4 codes[7];
-  u32 scales[7];
   uint4 last[2];
+  uint2 scales;
 };
 
-DEVICE void load_codes(const RowPointer *pointers, Share &h, u32 i, u32 t) {
-  u32 item = i * PRODUCERS + t, row = item / 28, part = item % 28;
-  RowPointer p = pointers[row];
-  h.codes[i] = make_uint4(0, 0, 0, 0), h.scales[i] = 0;
-  if (p.data) {
-    h.codes[i] = __ldg(reinterpret_cast<const uint4 *>(p.data) + part);
-    h.scales[i] = __ldg(p.scales + part / 4);
-  }
+DEVICE void load_codes(const RowPointer &p, Share &h, u32 i, u32 t) {
+  h.codes[i] = make_uint4(0, 0, 0, 0);
+  if (p.data) h.codes[i] = load(reinterpret_cast<const uint4 *>(p.data) + 4 * i + (t & 3));
 }
 
-DEVICE void load_last(const RowPointer *pointers, Share &h, u32 i, u32 t) {
-  u32 item = i * PRODUCERS + t;
-  const uint4 *data = reinterpret_cast<const uint4 *>(pointers[item / 8].data);
-  h.last[i] = data ? __ldg(data + 28 + item % 8) : make_uint4(0, 0, 0, 0);
+DEVICE void load_last(const RowPointer &p, Share &h, u32 i, u32 t) {
+  h.last[i] = make_uint4(0, 0, 0, 0);
+  if (p.data) h.last[i] = load(reinterpret_cast<const uint4 *>(p.data) + 28 + 4 * i + (t & 3));
 }
 
-DEVICE void place_codes(u8 *tile, const Share &h, u32 i, u32 t) {
-  u32 item = i * PRODUCERS + t;
-  place_vector(tile, COLUMN_BYTES, item / 28, item % 28, h.codes[i], group_scale(h.scales[i]));
-}
-
-DEVICE void place_last(u8 *tile, const Share &h, u32 i, u32 t) {
-  u32 item = i * PRODUCERS + t;
-  *reinterpret_cast<uint4 *>(tile + 7 * COLUMN_BYTES + swizzled(item / 8, 16 * (item % 8))) = h.last[i];
+DEVICE uint2 load_scales(const RowPointer &p) {
+  return p.data ? load(reinterpret_cast<const uint2 *>(p.scales)) : make_uint2(0, 0);
 }
 
 // Rows into tiles. As soon as a vector is converted, the same vector of the next block is asked for.
-// The addresses of the first rows are there.
-DEVICE void produce(const AttendArgs &a, const Rows &rows, Run run, u8 *shared, u64 *full, u64 *empty, u32 t) {
+// The addresses of the first rows are there. Neighbouring rows begin in different halves of the
+// banks, so that eight threads write to all of them.
+DEVICE void produce(const AttendArgs &a, const Rows &rows, Run run, u8 *shared, u64 *half_full, u64 *full,
+                    u64 *empty, u32 t) {
   const RowPointer *pointers = reinterpret_cast<const RowPointer *>(shared + AT_POINTERS);
   u32 *valid = reinterpret_cast<u32 *>(shared + AT_VALID);
   if (run.first >= run.last) return;
+  u32 row = t / 4, low = swizzled(row, 32 * (t & 3)), high = swizzled(row, 32 * (t & 3) + 16);
+  u32 last = 7 * COLUMN_BYTES + swizzled(row, 16 * (t & 3));
   Share h;
+  RowPointer p = pointers[row];
 #pragma unroll
-  for (u32 i = 0; i < 7; i++) load_codes(pointers, h, i, t);
+  for (u32 i = 0; i < 7; i++) load_codes(p, h, i, t);
 #pragma unroll
-  for (u32 i = 0; i < 2; i++) load_last(pointers, h, i, t);
+  for (u32 i = 0; i < 2; i++) load_last(p, h, i, t);
+  h.scales = load_scales(p);
 #pragma unroll 1
   for (u32 block = run.first; block < run.last; block++) {
     u32 n = block - run.first, stage = n % STAGES, known = (n * BLOCK) % ROWS_KNOWN;
@@ -107,34 +102,50 @@ DEVICE void produce(const AttendArgs &a, const Rows &rows, Run run, u8 *shared, 
     u32 next = (known + BLOCK) % ROWS_KNOWN;
     if (next == 0 && block + 1 < run.last) {
       named_barrier(3, PRODUCERS);  // all have read the addresses before
-      find_rows(a, rows, run, shared, block + 1, t, PRODUCERS);
+      find_rows(a, rows, run, shared, block + 1, t, PRODUCERS, {~0u, 0});
       named_barrier(3, PRODUCERS);
     }
-    bool more = block + 1 < run.last;
-    asm volatile("" : "+r"(t));  // addresses are computed anew in each round: kept, they would spill
+    p.data = nullptr;
+    if (block + 1 < run.last) p = pointers[next + row];
     u8 *tile = shared + AT_TILES + stage * TILE_BYTES;
+    uint2 scales = h.scales;
+    h.scales = load_scales(p);
 #pragma unroll
     for (u32 i = 0; i < 7; i++) {
-      place_codes(tile, h, i, t);
-      if (more) load_codes(pointers + next, h, i, t);
+      if (i == 4) {
+        fence_async();
+        barrier_arrive(&half_full[stage]);
+      }
+      uint4 first, second;
+      u32 byte = ((i < 4 ? scales.x : scales.y) >> (8 * (i & 3))) & 0xffu;
+      decode16(h.codes[i], group_scale(byte), first, second);
+      load_codes(p, h, i, t);
+      *reinterpret_cast<uint4 *>(tile + i * COLUMN_BYTES + low) = first;
+      *reinterpret_cast<uint4 *>(tile + i * COLUMN_BYTES + high) = second;
     }
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {
-      place_last(tile, h, i, t);
-      if (more) load_last(pointers + next, h, i, t);
+      *reinterpret_cast<uint4 *>(tile + (last ^ (64 * i))) = h.last[i];
+      load_last(p, h, i, t);
     }
     fence_async();
     barrier_arrive(&full[stage]);
   }
 }
 
-// Scores of 64 heads with this group's 32 rows.
-DEVICE void scores(f32 (&s)[16], u32 query, u32 tile, u32 group) {
+// Scores of 64 heads with this group's 32 rows. The first half of the columns is multiplied while the
+// second is converted.
+DEVICE void scores(f32 (&s)[16], u64 query, u64 tile, u64 *half_full, u64 *full, u32 parity) {
+  barrier_wait(half_full, parity);
   wgmma_fence();
 #pragma unroll
   for (u32 k = 0; k < 32; k++) {
+    if (k == 16) {
+      barrier_wait(full, parity);
+      wgmma_fence();
+    }
     u32 at_k = (k / 4) * COLUMN_BYTES + 32 * (k & 3);
-    wgmma_bf16_n32(s, tile_descriptor(query + at_k, 16), tile_descriptor(tile + at_k + group * 32 * 128, 16), k > 0);
+    wgmma_bf16_n32(s, descriptor_at(query, at_k), descriptor_at(tile, at_k), k > 0);
   }
   wgmma_commit();
   wgmma_wait();
@@ -147,13 +158,16 @@ struct Softmax {
 
 // One block of rows: scores, terms, values. Heads of a thread: 16 w + lane / 4 and 8 more; columns
 // of the scores: 8 j + 2 (lane % 4) and the next.
-DEVICE void multiply(const AttendArgs &a, u8 *shared, u32 tile, u64 valid, f32 (&values)[2][64], Softmax &soft, u32 group,
-                     u32 t) {
+DEVICE void multiply(const AttendArgs &a, u8 *shared, u32 stage, u32 parity, f32 (&values)[2][64], Softmax &soft,
+                     u32 group, u32 t) {
+  u64 *half_full = reinterpret_cast<u64 *>(shared + AT_BARRIERS), *full = half_full + STAGES;
+  u32 tile = uniform(shared_address(shared + AT_TILES + stage * TILE_BYTES));
   u32 lane = t & 31, warp = (t / 32) & 3, head = 16 * warp + lane / 4;
   f32 *maxima = reinterpret_cast<f32 *>(shared + AT_MAXIMA);
   f32 s[16], most[2] = {-INFINITY, -INFINITY};
-  scores(s, uniform(shared_address(shared + AT_QUERY)), tile, group);
-  u32 mask = (u32)(valid >> (32 * group));
+  u32 query = uniform(shared_address(shared + AT_QUERY));
+  scores(s, tile_descriptor(query, 16), tile_descriptor(tile + group * 32 * 128, 16), &half_full[stage], &full[stage], parity);
+  u32 mask = reinterpret_cast<const u32 *>(shared + AT_VALID)[2 * stage + group];
   f32 scale = a.scale * LOG2E;
 #pragma unroll
   for (int i = 0; i < 16; i++) {
@@ -192,7 +206,8 @@ DEVICE void multiply(const AttendArgs &a, u8 *shared, u32 tile, u64 valid, f32 (
   }
   fence_async();
   named_barrier(1, 256);
-  u32 terms = uniform(shared_address(shared + AT_TERMS));
+  u64 terms = tile_descriptor(uniform(shared_address(shared + AT_TERMS)), 16);
+  u64 columns = tile_descriptor(tile + group * 4 * COLUMN_BYTES, COLUMN_BYTES);
   pin(values[0]);
   pin(values[1]);
   wgmma_fence();
@@ -200,8 +215,8 @@ DEVICE void multiply(const AttendArgs &a, u8 *shared, u32 tile, u64 valid, f32 (
   for (u32 k = 0; k < 4; k++) {
 #pragma unroll
     for (u32 part = 0; part < 2; part++)
-      wgmma_bf16_n128_rows(values[part], tile_descriptor(terms + 32 * k, 16),
-                           tile_descriptor(tile + (group * 4 + 2 * part) * COLUMN_BYTES + k * 16 * 128, COLUMN_BYTES), 1);
+      wgmma_bf16_n128_rows(values[part], descriptor_at(terms, 32 * k),
+                           descriptor_at(columns, 2 * part * COLUMN_BYTES + k * 16 * 128), 1);
   }
   wgmma_commit();
   wgmma_wait();
@@ -239,29 +254,29 @@ DEVICE void leave(u8 *shared, const f32 (&values)[2][64], Softmax &soft, u32 gro
   }
 }
 
-extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1)
-    attend_hopper(const __grid_constant__ AttendArgs a) {
+template <u32 RUNS> DEVICE void attend(const AttendArgs &a) {
   extern __shared__ u8 raw_shared[];
   u8 *shared = raw_shared + ((1024u - (shared_address(raw_shared) & 1023u)) & 1023u);
-  u64 *full = reinterpret_cast<u64 *>(shared + AT_BARRIERS), *empty = full + STAGES;
-  u64 *valid = reinterpret_cast<u64 *>(shared + AT_VALID);
+  u64 *half_full = reinterpret_cast<u64 *>(shared + AT_BARRIERS), *full = half_full + STAGES, *empty = full + STAGES;
   u32 t = threadIdx.x, rank = cluster_rank(), token = blockIdx.y, first_head = blockIdx.z * HEADS;
   if (t == 0) {
-    for (u32 i = 0; i < STAGES; i++) barrier_init(&full[i], PRODUCERS), barrier_init(&empty[i], 2);
+    for (u32 i = 0; i < STAGES; i++)
+      barrier_init(&half_full[i], PRODUCERS), barrier_init(&full[i], PRODUCERS), barrier_init(&empty[i], 2);
     barrier_fence();
   }
   __syncthreads();
   wait_for_former();
+  Listed ahead = listed_ahead<RUNS>(a, token, BLOCK, rank, t);
   Rows rows = rows_of(a, token);
-  Run run = run_of(rows, BLOCK, rank);
-  find_rows(a, rows, run, shared, run.first, t, THREADS);
+  Run run = run_of<RUNS>(rows, BLOCK, rank);
+  find_rows(a, rows, run, shared, run.first, t, THREADS, ahead);
   __syncthreads();
   if (t >= 256) {
-    // 256 x 72 + 256 x 184 registers are the 512 x 128 of the launch.
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
-    produce(a, rows, run, shared, full, empty, t - 256);
+    // 256 x 80 + 256 x 176 registers are the 512 x 128 of the launch.
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+    produce(a, rows, run, shared, half_full, full, empty, t - 256);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 184;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 176;");
     u32 group = uniform(t / 128);
     Softmax soft = {{-INFINITY, -INFINITY}, {0, 0}};
     if (run.first < run.last) load_queries(a, shared, token, first_head, t);
@@ -272,20 +287,33 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     named_barrier(1, 256);
     for (u32 block = run.first; block < run.last; block++) {
       u32 n = block - run.first, stage = n % STAGES;
-      barrier_wait(&full[stage], (n / STAGES) & 1);
-      u32 tile = uniform(shared_address(shared + AT_TILES + stage * TILE_BYTES));
-      multiply(a, shared, tile, valid[stage], values, soft, group, t);
+      multiply(a, shared, stage, (n / STAGES) & 1, values, soft, group, t);
       if ((t & 127) == 0) barrier_arrive(&empty[stage]);
     }
     leave(shared, values, soft, group, t);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 128;");
   }
   __syncthreads();
+  // What follows is one code for all warps again. Before the barrier the wait for registers would
+  // take turns from the warps that multiply.
+  if (t >= 256) asm volatile("setmaxnreg.inc.sync.aligned.u32 128;");
   release_next();
   cluster_sync();
-  combine<HEADS, VALUE_STRIDE, THREADS>(a, reinterpret_cast<const f32 *>(shared + AT_TILES),
-                                    reinterpret_cast<const Merge *>(shared + AT_MERGES),
-                                    reinterpret_cast<f32 *>(shared + AT_FACTORS), first_head, token, rank, t);
-  cluster_sync();
+  combine<RUNS, HEADS, VALUE_STRIDE, THREADS>(a, reinterpret_cast<const f32 *>(shared + AT_TILES),
+                                              reinterpret_cast<const Merge *>(shared + AT_MERGES),
+                                              reinterpret_cast<f32 *>(shared + AT_FACTORS), first_head, token, rank, t);
+  cluster_leave();
 }
+
+// The cut changes the last bits of a result, so the caller chooses it, not the batch.
+#define ATTEND(NAME, RUNS)                                                                                      \
+  DYNAMIC_SHARED(NAME, SHARED_USED)                                                                             \
+  extern "C" __global__ void __cluster_dims__(RUNS, 1, 1) __launch_bounds__(THREADS, 1) NAME(                   \
+      const __grid_constant__ AttendArgs a) {                                                                   \
+    attend<RUNS>(a);                                                                                            \
+  }
+ATTEND(attend_hopper_x10, 10)
+ATTEND(attend_hopper_x5, 5)
+ATTEND(attend_hopper_x2, 2)
 
 #endif

@@ -4,6 +4,7 @@
 #include "attend.cuh"
 
 #define BLOCK 32u
+#define RUNS 5u
 #define HEADS 16u
 #define COLUMN_BYTES (BLOCK * 128u)
 #define TILE_BYTES (8u * COLUMN_BYTES)
@@ -17,7 +18,7 @@
 #define AT_MERGES (AT_TERMS + 2048u)
 #define AT_FACTORS (AT_MERGES + HEADS * 8u)
 #define AT_SHARES (AT_FACTORS + HEADS * 4u)
-#define SHARED_USED (AT_SHARES + FACTOR_BYTES(HEADS) + 1024u)
+#define SHARED_USED (AT_SHARES + FACTOR_BYTES(HEADS, RUNS) + 1024u)
 #define VALUE_STRIDE (WIDTH + 8u)
 
 DYNAMIC_SHARED(attend_portable, SHARED_USED)
@@ -34,10 +35,10 @@ DEVICE void fetch(const AttendArgs &a, const Rows &rows, u32 block, Loaded &l, u
     u32 item = i * THREADS + t, row = item / 36, part = item % 36;
     l.v[i] = make_uint4(0, 0, 0, 0), l.scale[i] = 127;
     if (item >= BLOCK * 36) continue;
-    RowPointer p = row_at(a, rows, block * BLOCK + row);
+    RowPointer p = row_at(a, rows, block * BLOCK + row, {~0u, 0});
     if (!p.data) continue;
-    l.v[i] = __ldg(reinterpret_cast<const uint4 *>(p.data) + part);
-    if (part < 28) l.scale[i] = __ldg(p.scales + part / 4);
+    l.v[i] = load(reinterpret_cast<const uint4 *>(p.data) + part);
+    if (part < 28) l.scale[i] = load(p.scales + part / 4);
   }
 }
 
@@ -54,7 +55,7 @@ DEVICE void load_queries(const AttendArgs &a, u8 *shared, u32 token, u32 first_h
   for (u32 v = t; v < HEADS * WIDTH / 8; v += THREADS) {
     u32 head = v / 64, column = v % 64;
     *reinterpret_cast<uint4 *>(shared + AT_QUERY + (column / 8) * QUERY_COLUMN_BYTES + swizzled(head, 16 * (column & 7))) =
-        __ldg(from + v);
+        load(from + v);
   }
 }
 
@@ -122,7 +123,7 @@ DEVICE void values_of(u8 *shared, const u8 *tile, f32 (&o)[8][4], u32 warp, u32 
   }
 }
 
-extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(RUNS, 1, 1) __launch_bounds__(THREADS, 1)
     attend_portable(const __grid_constant__ AttendArgs a) {
   extern __shared__ u8 raw_shared[];
   u8 *shared = raw_shared + ((1024u - (shared_address(raw_shared) & 1023u)) & 1023u);
@@ -132,7 +133,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   if (t < HEADS) merges[t] = {-INFINITY, 0};
   wait_for_former();
   Rows rows = rows_of(a, token);
-  Run run = run_of(rows, BLOCK, rank);
+  Run run = run_of<RUNS>(rows, BLOCK, rank);
   f32 o[8][4] = {};
   if (run.first < run.last) {
     load_queries(a, shared, token, first_head, t);
@@ -141,7 +142,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     for (u32 block = run.first; block < run.last; block++) {
       u8 *tile = shared + AT_TILES + ((block - run.first) & 1) * TILE_BYTES;
       place(tile, next, t);
-      bool valid = row_at(a, rows, block * BLOCK + lane).data != nullptr;
+      bool valid = row_at(a, rows, block * BLOCK + lane, {~0u, 0}).data != nullptr;
       if (block + 1 < run.last) fetch(a, rows, block + 1, next, t);
       __syncthreads();
       scores(shared, tile, warp, lane);
@@ -163,6 +164,6 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   release_next();
   cluster_sync();
   f32 *shares = reinterpret_cast<f32 *>(shared + AT_SHARES);
-  combine<HEADS, VALUE_STRIDE, THREADS>(a, out, merges, shares, first_head, token, rank, t);
-  cluster_sync();
+  combine<RUNS, HEADS, VALUE_STRIDE, THREADS>(a, out, merges, shares, first_head, token, rank, t);
+  cluster_leave();
 }

@@ -126,21 +126,66 @@ DEVICE u32 order_key(f32 x) {
 
 template <typename T> DEVICE T *at(u64 address) { return reinterpret_cast<T *>(address); }
 
+// Loads from device memory that stay where they are written. The ones that the compiler offers for
+// data that nobody writes (`__ldg`) it also moves in front of the wait for the former kernel, which
+// may be writing that data.
+DEVICE u32 load(const u32 *p) {
+  u32 v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+DEVICE i32 load(const i32 *p) { return (i32)load(reinterpret_cast<const u32 *>(p)); }
+DEVICE f32 load(const f32 *p) { return __uint_as_float(load(reinterpret_cast<const u32 *>(p))); }
+DEVICE u32 load(const u8 *p) {
+  u32 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+DEVICE ulonglong2 load(const ulonglong2 *p) {
+  ulonglong2 v;
+  asm volatile("ld.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p));
+  return v;
+}
+DEVICE uint2 load(const uint2 *p) {
+  uint2 v;
+  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+DEVICE uint4 load(const uint4 *p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
 DEVICE void refuse(u64 counter) {
   if (counter) atomicAdd(at<u32>(counter), 1u);
 }
 
-// Waits for the kernel before this one in the stream where the launch asked for overlap; nothing a
-// former kernel wrote may be read before it.
+// The ordering rule (note 20): nothing that another kernel touches is read or written before this
+// wait for the kernel in front, where the launch asked for overlap.
+//
+// Two builds for the test of the rule: WITHOUT_WAIT takes the wait away; LATE_US lets the next kernel
+// start at once, and holds each block back for so long.
 DEVICE void wait_for_former() {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && defined(LATE_US)
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+#if __CUDA_ARCH__ >= 900 && !defined(WITHOUT_WAIT)
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+#ifdef LATE_US
+  u64 begin, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  while (now - begin < 1000ull * LATE_US);
 #endif
 }
 
-// Lets the next kernel of the stream start its prologue.
+// Lets the next kernel of the stream start up to its wait, once all blocks of this one have come here
+// or ended. It may stand before the own wait: the next kernel waits for this one as a whole, which
+// waited for the former. Whether the blocks that wait are in the way is a matter of measurement.
 DEVICE void release_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -186,6 +231,11 @@ DEVICE void named_barrier(u32 id, u32 threads) {
 }
 DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+// The last meeting of a cluster: a block's shared memory stays until all have read it. What they read
+// they have used, so nothing need be ordered, and no block waits for its stores to memory.
+DEVICE void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 DEVICE u32 cluster_rank() {
   u32 r;

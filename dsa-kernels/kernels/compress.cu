@@ -130,12 +130,12 @@ template <RowKind KIND> DEVICE void finish_row(const CompressArgs &a, RowShared 
   u32 t = threadIdx.x;
   if (a.rows) at<f32>(a.rows)[(u64)emitted * dim + t] = value;
   if (!a.targets) return;
-  u32 page = __ldg(at<u32>(a.targets) + 2 * emitted), row = __ldg(at<u32>(a.targets) + 2 * emitted + 1);
-  f32 weight = a.weight ? __ldg(at<f32>(a.weight) + t) : 1.0f, c = 1, sine = 0;
+  u32 page = load(at<u32>(a.targets) + 2 * emitted), row = load(at<u32>(a.targets) + 2 * emitted + 1);
+  f32 weight = a.weight ? load(at<f32>(a.weight) + t) : 1.0f, c = 1, sine = 0;
   bool rotated = a.table && t >= dim - 64;
   if (rotated) {
     const f32 *table = at<f32>(a.table) + 64ull * emitted + (t - (dim - 64)) / 2;
-    c = __ldg(table), sine = __ldg(table + 32);
+    c = load(table), sine = load(table + 32);
   }
   __syncthreads();  // the row before is stored
   s.row[t] = value;
@@ -166,8 +166,8 @@ struct Slot {
 DEVICE Slot c4_slot(const Step &t, u32 pos, u32 half) {
   if (pos >= t.start) {
     u64 at_row = (u64)(t.first + pos - t.start) * t.cols + half * t.dim + t.channel;
-    f32 ape = __ldg(t.ape + (pos & 3) * t.cols + half * t.dim + t.channel);
-    return {__ldg(t.kv + at_row), __ldg(t.gate + at_row) + ape};
+    f32 ape = load(t.ape + (pos & 3) * t.cols + half * t.dim + t.channel);
+    return {load(t.kv + at_row), load(t.gate + at_row) + ape};
   }
   u32 slot = pos & 3, open_from = t.start & ~3u;
   if (pos >= open_from) {
@@ -257,8 +257,8 @@ struct Running {
 DEVICE void c128_tokens(const Step &t, Running &r, u32 from, u32 to) {
   for (u32 pos = from; pos < to; pos++) {
     u64 at_row = (u64)(t.first + pos - t.start) * t.dim + t.channel;
-    f32 kv = __ldg(t.kv + at_row);
-    f32 score = __ldg(t.gate + at_row) + __ldg(t.ape + (pos & 127) * t.dim + t.channel);
+    f32 kv = load(t.kv + at_row);
+    f32 score = load(t.gate + at_row) + load(t.ape + (pos & 127) * t.dim + t.channel);
     if ((pos & 127) == 0) {
       r = {score, 1.0f, kv};
       continue;

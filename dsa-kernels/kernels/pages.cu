@@ -46,7 +46,7 @@ struct ChunkWords {
 // The four words of a full chunk that a thread owns: 2t, 2t+1, 64+2t, 65+2t.
 DEVICE ChunkWords load_chunk(const u8 *chunk, u32 lane) {
   const ulonglong2 *p = reinterpret_cast<const ulonglong2 *>(chunk);
-  ulonglong2 a = __ldg(p + lane), b = __ldg(p + 32 + lane);
+  ulonglong2 a = load(p + lane), b = load(p + 32 + lane);
   return {{a.x, a.y, b.x, b.y}, 15};
 }
 
@@ -166,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(256) page_move(const __grid_constan
     to[i] = nullptr;
     if (item >= a.count) continue;
     u32 within = (u32)(n - item * a.page_vectors);
-    u32 from_page = a.source_index ? __ldg(at<u32>(a.source_index) + item) : (u32)item;
-    u32 to_page = a.target_index ? __ldg(at<u32>(a.target_index) + item) : (u32)item;
+    u32 from_page = a.source_index ? load(at<u32>(a.source_index) + item) : (u32)item;
+    u32 to_page = a.target_index ? load(at<u32>(a.target_index) + item) : (u32)item;
     if (from_page >= a.source_pages || to_page >= a.target_pages) {
       if (within == 0) refuse(a.refused);
       continue;

@@ -9,12 +9,12 @@ template <RowKind KIND> DEVICE void store_rows(const StoreArgs &a) {
   u32 item = (blockIdx.x * blockDim.x + threadIdx.x) / 8;
   wait_for_former();
   if (item >= a.count) return;
-  u32 page = __ldg(at<u32>(a.targets) + 2 * item), row = __ldg(at<u32>(a.targets) + 2 * item + 1);
+  u32 page = load(at<u32>(a.targets) + 2 * item), row = load(at<u32>(a.targets) + 2 * item + 1);
   if (page == ~0u) return;
   const f32 *from = at<f32>(a.rows) + (u64)item * (8 * N);
   f32 x[N];
 #pragma unroll
-  for (int i = 0; i < N; i++) x[i] = __ldg(from + 8 * i + l);
+  for (int i = 0; i < N; i++) x[i] = load(from + 8 * i + l);
   if (a.weight) norm_row(x, at<f32>(a.weight), a.eps, a.rounding, l, mask);
   if (a.table) rotate_row(x, at<f32>(a.table) + 64ull * item, a.rounding, l, mask);
   RowStore<KIND>::run(a.cache, page, row, x, l, mask, a.refused);
@@ -35,10 +35,10 @@ template <RowKind KIND> DEVICE void query(const QueryArgs &a) {
   const f32 *from = at<f32>(a.q) + (u64)item * 128;
   f32 x[16];
 #pragma unroll
-  for (int i = 0; i < 16; i++) x[i] = __ldg(from + 8 * i + l);
+  for (int i = 0; i < 16; i++) x[i] = load(from + 8 * i + l);
   rotate_row(x, at<f32>(a.table) + 64ull * (item / a.heads), 1, l, mask);
   hadamard_row(x, l, mask);
-  f32 weight = __ldg(at<f32>(a.weights) + item);
+  f32 weight = load(at<f32>(a.weights) + item);
   if (KIND == FP8) {
     f32 scale;
     encode_fp8(x, at<u8>(a.codes) + (u64)item * 128, &scale, l, mask);

@@ -28,7 +28,7 @@ template <int N> DEVICE void norm_row(f32 (&x)[N], const f32 *w, f32 eps, u32 ro
   f32 mean = divide(sum_lanes(squares, mask), (f32)(8 * N));
   f32 factor = divide(1.0f, __fsqrt_rn(mean + eps));
 #pragma unroll
-  for (int i = 0; i < N; i++) x[i] = round_as(x[i] * factor * __ldg(w + 8 * i + l), rounding);
+  for (int i = 0; i < N; i++) x[i] = round_as(x[i] * factor * load(w + 8 * i + l), rounding);
 }
 
 // Rotates the last 64 values: pairs are in neighbouring threads. `table`: 32 cosines, 32 sines.
@@ -37,7 +37,7 @@ template <int N> DEVICE void rotate_row(f32 (&x)[N], const f32 *table, u32 round
   for (int i = 0; i < 8; i++) {
     f32 mine = x[N - 8 + i], other = __shfl_xor_sync(mask, mine, 1);
     u32 pair = 4 * i + l / 2;
-    f32 c = __ldg(table + pair), s = __ldg(table + 32 + pair);
+    f32 c = load(table + pair), s = load(table + 32 + pair);
     f32 a = (l & 1) ? other : mine, b = (l & 1) ? mine : other;
     f32 first = fmaf(a, c, -(b * s)), second = fmaf(a, s, b * c);
     x[N - 8 + i] = round_as((l & 1) ? second : first, rounding);

@@ -78,7 +78,7 @@ struct Query {
 };
 
 DEVICE u32 visible_rows(const ScoreArgs &a, u32 query) {
-  return min(__ldg(at<u32>(a.visible) + query), a.pages_per_seq * TILE);
+  return min(load(at<u32>(a.visible) + query), a.pages_per_seq * TILE);
 }
 
 // Tiles of a query; none where the fused kernel needs no scores.
@@ -129,7 +129,7 @@ DEVICE void produce(const ScoreArgs &a, const Work &w, u8 *shared, const u32 *st
       u32 q = query;
       while (starts[q + 1] <= tile) q++;
       u64 entry = (u64)(q / a.tokens_per_seq) * a.pages_per_seq + (tile - starts[q]);
-      page = __ldg(at<u32>(a.pages) + entry);
+      page = load(at<u32>(a.pages) + entry);
       query = q;
     }
     query = __shfl_sync(~0u, query, 0);
@@ -485,7 +485,7 @@ DEVICE void load_query(const ScoreArgs &a, u8 *shared, u64 *ready, u32 query, u3
 #pragma unroll
   for (int i = 0; i < 16; i++) {
     u32 head = 8 * (i / 2) + 2 * (t & 3) + (i & 1);
-    w[i] = __ldg(at<f32>(a.weights) + (u64)query * HEADS + head);
+    w[i] = load(at<f32>(a.weights) + (u64)query * HEADS + head);
   }
   barrier_wait(ready, parity);
 }
@@ -532,7 +532,7 @@ DEVICE void consume(const ScoreArgs &a, const Work &work, u8 *shared, const u32 
     u32 query_tile = uniform(shared_address(shared + L::QUERY));
     for (tile += (group + GROUPS - before % GROUPS) % GROUPS; tile < end; tile += GROUPS) {
       u32 count = tile - work.begin, stage = uniform(count % L::STAGES), local = tile - q.first_tile;
-      bool refused = __ldg(pages + local) >= a.key_pages;
+      bool refused = load(pages + local) >= a.key_pages;
       barrier_wait(&full[stage], (count / L::STAGES) & 1);
       f32 d[32], score[2];
       const u8 *scales = shared + L::SCALES + stage * F::SCALES;

@@ -15,6 +15,10 @@ DEVICE u64 tile_descriptor(u32 address, u32 block_bytes) {
   return d;
 }
 
+// The descriptor `bytes` further on. Shared memory ends below the 18 bits of an address, so that
+// nothing is carried, and one addition replaces the masks and shifts of a new one.
+DEVICE u64 descriptor_at(u64 d, u32 bytes) { return d + (bytes >> 4); }
+
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }

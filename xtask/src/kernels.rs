@@ -72,24 +72,55 @@ impl Arch {
     }
 }
 
+/// What is built: the kernels, or one of the two builds for the test of their ordering rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Variant {
+    /// The kernels.
+    Plain,
+    /// No kernel waits for the one before it.
+    WithoutWait,
+    /// Each block holds back for two milliseconds before it reads or writes.
+    Late,
+}
+
+impl Variant {
+    fn define(self) -> Option<&'static str> {
+        match self {
+            Self::Plain => None,
+            Self::WithoutWait => Some("-DWITHOUT_WAIT"),
+            Self::Late => Some("-DLATE_US=2000"),
+        }
+    }
+
+    /// Below the output of the plain build's name.
+    fn folder(self) -> String {
+        match self {
+            Self::Plain => OUTPUT.to_owned(),
+            Self::WithoutWait => format!("{OUTPUT}-without-wait"),
+            Self::Late => format!("{OUTPUT}-late"),
+        }
+    }
+}
+
 /// One compilation.
 #[derive(Clone, Debug)]
 struct Job {
     arch: Arch,
+    variant: Variant,
     source: PathBuf,
     hash: u64,
 }
 
 /// What `cargo xtask ci` does: everything for all cards, with figures.
 pub(crate) fn check() -> Result<()> {
-    build(&Arch::ALL)
+    build(&Arch::ALL, Variant::Plain)
 }
 
 /// Compiles all kernels for `archs` and writes a manifest for each.
-pub(crate) fn build(archs: &[Arch]) -> Result<()> {
+pub(crate) fn build(archs: &[Arch], variant: Variant) -> Result<()> {
     let started = Instant::now();
     let nvcc = nvcc()?;
-    let jobs = jobs(archs, &nvcc)?;
+    let jobs = jobs(archs, variant, &nvcc)?;
     let files = compile_all(&nvcc, &jobs)?;
     let abi = hash(&std::fs::read(sh::root().join(SOURCES).join(ABI)).context("read the ABI")?);
     let (mut spills, mut findings) = (0, Vec::new());
@@ -99,7 +130,7 @@ pub(crate) fn build(archs: &[Arch]) -> Result<()> {
         let manifest = Manifest { arch: arch.name(), abi, files };
         spills += manifest.kernels().map(|kernel| kernel.spill_bytes).sum::<u64>();
         findings.extend(manifest.findings(arch.shared_bytes_max()));
-        let path = folder(*arch).join("manifest.txt");
+        let path = folder(*arch, variant).join("manifest.txt");
         std::fs::write(&path, manifest.to_string())
             .with_context(|| format!("write {}", path.display()))?;
         println!("{}: {} kernels", arch.name(), manifest.kernels().count());
@@ -112,8 +143,8 @@ pub(crate) fn build(archs: &[Arch]) -> Result<()> {
     Ok(())
 }
 
-fn folder(arch: Arch) -> PathBuf {
-    sh::root().join(OUTPUT).join(arch.name())
+fn folder(arch: Arch, variant: Variant) -> PathBuf {
+    sh::root().join(variant.folder()).join(arch.name())
 }
 
 /// `NVCC`, the one on the path, or that of the wheels, which are fetched if they are not there.
@@ -132,11 +163,12 @@ fn nvcc() -> Result<PathBuf> {
 }
 
 /// Every source for every card, in the order of cards, then names.
-fn jobs(archs: &[Arch], nvcc: &Path) -> Result<Vec<Job>> {
+fn jobs(archs: &[Arch], variant: Variant, nvcc: &Path) -> Result<Vec<Job>> {
     let folder = sh::root().join(SOURCES);
     let mut sources = BTreeSet::new();
     let mut shared = sh::output(sh::command(nvcc).arg("--version"))?.into_bytes();
     shared.extend(FLAGS.concat().into_bytes());
+    shared.extend(variant.define().unwrap_or_default().bytes());
     for entry in std::fs::read_dir(&folder).with_context(|| format!("list {SOURCES}"))? {
         sources.insert(entry?.path());
     }
@@ -149,7 +181,7 @@ fn jobs(archs: &[Arch], nvcc: &Path) -> Result<Vec<Job>> {
         for source in sources.iter().filter(is_source) {
             let mut bytes = shared.clone();
             bytes.extend(std::fs::read(source).context("read a source")?);
-            jobs.push(Job { arch: *arch, source: source.clone(), hash: hash(&bytes) });
+            jobs.push(Job { arch: *arch, variant, source: source.clone(), hash: hash(&bytes) });
         }
     }
     Ok(jobs)
@@ -181,7 +213,7 @@ fn compile_all(nvcc: &Path, jobs: &[Job]) -> Result<Vec<File>> {
 
 /// One file for one card, or what is there of it.
 fn compile(nvcc: &Path, job: &Job) -> Result<File> {
-    let folder = folder(job.arch);
+    let folder = folder(job.arch, job.variant);
     std::fs::create_dir_all(&folder).with_context(|| format!("make {}", folder.display()))?;
     let stem = job.source.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let (cubin, log) = (folder.join(format!("{stem}.cubin")), folder.join(format!("{stem}.log")));
@@ -208,7 +240,7 @@ fn compile(nvcc: &Path, job: &Job) -> Result<File> {
 fn call(nvcc: &Path, job: &Job, cubin: &Path) -> Result<String> {
     let number = job.arch.number();
     let mut command = sh::command(nvcc);
-    command.args(FLAGS);
+    command.args(FLAGS).args(job.variant.define());
     command.arg(format!("-gencode=arch=compute_{number},code=sm_{number}"));
     command.arg("-o").arg(cubin).arg(&job.source);
     let started = Instant::now();

@@ -150,6 +150,9 @@ enum KernelsTask {
         /// Cards to compile for.
         #[arg(long, value_enum, value_delimiter = ',', default_values_t = kernels::Arch::ALL)]
         arch: Vec<kernels::Arch>,
+        /// Kernels, or a build for the test of their order (to target/kernels-VARIANT).
+        #[arg(long, value_enum, default_value_t = kernels::Variant::Plain)]
+        variant: kernels::Variant,
     },
 }
 
@@ -185,7 +188,9 @@ fn perform(task: Task) -> Result<()> {
             println!("{}", python::ensure()?.display());
             Ok(())
         }
-        Task::Kernels { task: KernelsTask::Build { arch } } => kernels::build(&arch),
+        Task::Kernels { task: KernelsTask::Build { arch, variant } } => {
+            kernels::build(&arch, variant)
+        }
         Task::Hooks => hooks::install(),
         Task::PreCommit => hooks::pre_commit(),
         Task::Ci => ci::run(),

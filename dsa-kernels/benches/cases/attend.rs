@@ -12,13 +12,17 @@ pub(crate) fn run(b: &mut Bench) {
         for (name, listed) in
             [("window", 0), ("w128_512", 512), ("w128_1024", 1024), ("w128_4096", 4096)]
         {
-            attend(b, &format!("attend.b{batch}_{name}"), batch, 64, listed, AttendPath::Best);
+            attend(b, &format!("attend.b{batch}_{name}"), batch, 64, listed, AttendPath::Five);
+            attend(b, &format!("attend_ten.b{batch}_{name}"), batch, 64, listed, AttendPath::Ten);
+            attend(b, &format!("attend_two.b{batch}_{name}"), batch, 64, listed, AttendPath::Two);
         }
     }
-    attend(b, "attend.b64_h128_512", 64, 128, 512, AttendPath::Best);
+    attend(b, "attend.b64_h128_512", 64, 128, 512, AttendPath::Five);
+    attend(b, "attend_two.b64_h128_512", 64, 128, 512, AttendPath::Two);
     attend(b, "attend_portable.b1_w128_512", 1, 64, 512, AttendPath::Portable);
     attend(b, "attend_portable.b64_w128_512", 64, 64, 512, AttendPath::Portable);
-    attend(b, "attend_prefill.q4096_512", 4096, 64, 512, AttendPath::Best);
+    attend(b, "attend_prefill.q4096_512", 4096, 64, 512, AttendPath::Five);
+    attend(b, "attend_prefill_two.q4096_512", 4096, 64, 512, AttendPath::Two);
 }
 
 /// A pool of 65,536 rows: codes of ordinary size, scales of 2^-8 or so, BF16 values in [-1, 1).

@@ -490,16 +490,22 @@ unsafe impl Sync for Function {}
 
 impl Module {
     pub(super) fn function(&self, name: &str, dynamic_bytes: u32) -> Result<Function, DeviceError> {
+        use sys::CUfunction_attribute as Id;
         self.gpu.enter()?;
         let text = CString::new(name).unwrap_or_default();
         let mut raw = std::ptr::null_mut();
         // SAFETY: the module lives; `raw` is a place for one handle; the name ends with a zero.
         let found = unsafe { sys::cuModuleGetFunction(&raw mut raw, self.raw, text.as_ptr()) };
         check("cuModuleGetFunction", found)?;
-        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let bytes = i32::try_from(dynamic_bytes).unwrap_or(i32::MAX);
-        // SAFETY: the function is one of the module.
-        check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(raw, attribute, bytes) })?;
+        // A kernel whose cluster has more than eight blocks must ask; for others it changes nothing.
+        for (attribute, value) in [
+            (Id::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes),
+            (Id::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+        ] {
+            // SAFETY: the function is one of the module.
+            check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(raw, attribute, value) })?;
+        }
         Ok(Function { raw, dynamic_bytes })
     }
 }

@@ -4,6 +4,7 @@
 mod attend;
 mod device;
 mod index;
+mod ordering;
 mod pages;
 mod rows;
 
@@ -22,6 +23,14 @@ struct Gpu {
     seed: u64,
 }
 
+/// Where the compiled kernels are.
+fn folder() -> PathBuf {
+    std::env::var_os("DSA_KERNELS").map_or_else(
+        || PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../target/kernels")),
+        PathBuf::from,
+    )
+}
+
 /// The GPU, or none where there is none. Kernels that are there and don't load are a failure.
 fn gpu(test: &str) -> Option<&'static Gpu> {
     static GPU: OnceLock<Option<Gpu>> = OnceLock::new();
@@ -33,11 +42,7 @@ fn gpu(test: &str) -> Option<&'static Gpu> {
                 return None;
             }
         };
-        let folder = std::env::var_os("DSA_KERNELS").map_or_else(
-            || PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../target/kernels")),
-            PathBuf::from,
-        );
-        let kernels = CudaKernels::load(device, &folder).unwrap();
+        let kernels = CudaKernels::load(device, &folder()).unwrap();
         let seed = std::env::var("DSA_SEED").ok().and_then(|text| text.parse().ok());
         Some(Gpu { kernels, seed: seed.unwrap_or(1) })
     });

@@ -111,6 +111,19 @@ pub const fn fused_capacity(compute: (u32, u32)) -> u64 {
 
 const KEYS: [RowFormat; 3] = [RowFormat::IndexFp8, RowFormat::IndexFp4, RowFormat::IndexBf16];
 
+/// The kernel for a selection and its blocks per row of scores: as many as the card holds at once.
+/// What is selected does not depend on it.
+fn select_kernel(a: &SelectRows<'_>, multiprocessors: u32) -> (&'static str, u32) {
+    match (a.score_stride, multiprocessors / a.tokens.max(1)) {
+        (0..=2048, _) => ("select_2k", 1),
+        (2049..=8192, _) => ("select_8k", 1),
+        (_, 8..) => ("select_x8", 8),
+        (_, 4..) => ("select_x4", 4),
+        (_, 2..) => ("select_x2", 2),
+        _ => ("select_x1", 1),
+    }
+}
+
 impl CudaKernels {
     /// What score and fused launches share.
     fn score_arguments(
@@ -210,13 +223,9 @@ impl CudaKernels {
             top_k: a.top_k,
             reserved: 0,
         };
-        let name = match a.score_stride {
-            0..=2048 => "select_2k",
-            2049..=8192 => "select_8k",
-            _ => "select_16k",
-        };
-        let grid = [a.tokens, 1, 1];
-        let launch = Launch { grid, threads: 1024, is_cooperative: false, overlaps: true };
+        let (name, blocks) = select_kernel(a, self.device().multiprocessors());
+        let grid = [blocks * a.tokens, 1, 1];
+        let launch = Launch { grid, threads: 512, is_cooperative: false, overlaps: true };
         self.launch(s, name, &launch, &arguments)
     }
 

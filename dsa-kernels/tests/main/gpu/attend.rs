@@ -246,7 +246,7 @@ const LAST: [u32; 9] = [0, 1, 2, 61, 69, 127, 128, 576, 2600];
 fn attention_is_that_of_fp64() {
     let Some(gpu) = gpu("attention_is_that_of_fp64") else { return };
     let rng = &mut gpu.rng(31);
-    for path in [AttendPath::Best, AttendPath::Portable] {
+    for path in [AttendPath::Ten, AttendPath::Five, AttendPath::Two, AttendPath::Portable] {
         let mut worst = 0.0;
         for heads in [16, 64, 128] {
             for choice in [
@@ -275,7 +275,7 @@ fn attention_is_that_of_fp64() {
 fn attention_does_not_depend_on_the_batch() {
     let Some(gpu) = gpu("attention_does_not_depend_on_the_batch") else { return };
     let rng = &mut gpu.rng(32);
-    for path in [AttendPath::Best, AttendPath::Portable] {
+    for path in [AttendPath::Ten, AttendPath::Five, AttendPath::Two, AttendPath::Portable] {
         let whole = case(gpu, rng, &[600, 61, 2600, 130, 513], 1, 64, &Choice::Listed(512));
         let together = whole.run(gpu, path);
         let far = whole.far.as_ref().unwrap();

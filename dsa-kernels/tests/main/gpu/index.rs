@@ -411,3 +411,41 @@ fn selection_is_exact_for_difficult_values() {
         }
     }
 }
+
+#[test]
+fn a_choice_does_not_depend_on_the_batch() {
+    let Some(gpu) = gpu("a_choice_does_not_depend_on_the_batch") else { return };
+    let rng = &mut gpu.rng(25);
+    // Rows of scores are cut over fewer blocks the more there are.
+    for (tokens, stride) in [(1, 9001), (16, 33_000), (20, 40_000), (40, 20_000), (70, 9000)] {
+        let values: [&dyn Fn(&mut Rng) -> f32; 4] = [
+            &|rng| rng.unit(),
+            &|rng| rng.below(3) as f32,
+            &|rng| f32::from_bits(0x4700_0000 + rng.below(1 << 26) as u32),
+            &|rng| f32::from_bits(0xbf80_0000 + rng.below(30_000) as u32),
+        ];
+        let scores: Vec<f32> =
+            (0..tokens).flat_map(|n| vec![n; stride]).map(|n| values[n % 4](rng)).collect();
+        let visible: Vec<u32> = (0..tokens)
+            .map(|n| if n % 5 == 4 { rng.below(stride) } else { stride - rng.below(70) } as u32)
+            .collect();
+        let (there, visible_there) = (gpu.f32s(&scores), gpu.u32s(&visible));
+        for top_k in [1, 512, 1024] {
+            let selected = gpu.poisoned(4 * tokens * top_k);
+            let a = SelectRows {
+                scores: &there,
+                score_stride: stride as u32,
+                visible: &visible_there,
+                tokens: tokens as u32,
+                top_k: top_k as u32,
+                selected: &selected,
+            };
+            gpu.kernels.select_rows(STREAM, &a).unwrap();
+            let got = gpu.read_i32(&selected);
+            for (n, got) in got.chunks(top_k).enumerate() {
+                let want = best(&scores[n * stride..][..visible[n] as usize], top_k);
+                assert!(got == want, "{tokens} tokens of {stride} rows, token {n}, top {top_k}");
+            }
+        }
+    }
+}
