@@ -58,7 +58,7 @@ use crate::trace::{Sampling, Span, TraceParent, new_span_id};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
-use axum::http::{HeaderName, HeaderValue, Method, Uri};
+use axum::http::{HeaderName, HeaderValue, Method};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -66,6 +66,7 @@ use dsv4_model::text::Tokenizer;
 use error::{ApiError, ErrorStyle};
 use fields::Fields;
 pub(crate) use generate::{collect_body, expect_json};
+use http_body_util::{BodyExt as _, Limited};
 pub(crate) use info::{FlushQuery, flush_query};
 use metrics::HttpMetrics;
 pub(crate) use open::AbortWish;
@@ -265,12 +266,25 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
         .with_state(state)
 }
 
-pub(crate) async fn no_path(uri: Uri) -> ApiError {
-    ApiError::no_path(uri.path())
+pub(crate) async fn no_path(request: Request<Body>) -> ApiError {
+    let error = ApiError::no_path(request.uri().path());
+    discard(request.into_body()).await;
+    error
 }
 
-pub(crate) async fn wrong_method(method: Method, uri: Uri) -> ApiError {
-    ApiError::wrong_method(method.as_str(), uri.path())
+pub(crate) async fn wrong_method(request: Request<Body>) -> ApiError {
+    let error = ApiError::wrong_method(request.method().as_str(), request.uri().path());
+    discard(request.into_body()).await;
+    error
+}
+
+/// Reads a body that nobody wants, as far as it is small and comes soon: an answer that comes before
+/// its request has ended is not seen by every client (curl 7.88 over HTTP/2).
+pub(crate) async fn discard(body: Body) {
+    const MOST: usize = 64 << 10;
+    const PATIENCE: Duration = Duration::from_millis(250);
+    // That there is more, or that it does not come, changes nothing.
+    drop(tokio::time::timeout(PATIENCE, Limited::new(body, MOST).collect()).await);
 }
 
 /// The id under which a request appears in logs, and its span in a trace.
@@ -419,4 +433,51 @@ fn random_id() -> Result<String, ApiError> {
 /// Seconds since 1970.
 fn unix_time() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bytes::Bytes;
+    use futures_util::stream;
+    use hyper_util::service::TowerToHyperService;
+    use std::convert::Infallible;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// A body of so many pieces of 1 KiB, which counts those that were read.
+    fn counted(pieces: usize) -> (Body, Arc<AtomicUsize>) {
+        let read = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&read);
+        let piece = move |_| {
+            count.fetch_add(1, Ordering::Relaxed);
+            Ok::<_, Infallible>(Bytes::from_static(&[b' '; 1024]))
+        };
+        let pieces: Vec<_> = (0..pieces).collect();
+        (Body::from_stream(stream::iter(pieces.into_iter().map(piece))), read)
+    }
+
+    #[tokio::test]
+    async fn a_small_body_is_read_before_its_request_is_refused() {
+        use hyper::service::Service as _;
+        let app = Router::new()
+            .route("/", get(|| async {}))
+            .fallback(no_path)
+            .method_not_allowed_fallback(wrong_method);
+        let app = TowerToHyperService::new(app);
+        for (path, status) in [("/nowhere", 404), ("/", 405)] {
+            let (body, read) = counted(40);
+            let request = Request::post(path).body(body).unwrap();
+            let response = app.call(request).await.unwrap();
+            assert_eq!((response.status().as_u16(), read.load(Ordering::Relaxed)), (status, 40));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_large_or_silent_body_is_not_waited_for() {
+        let (body, read) = counted(1000);
+        discard(body).await;
+        assert!((64..70).contains(&read.load(Ordering::Relaxed)), "no more than 64 KiB are read");
+        // It ends.
+        discard(Body::from_stream(stream::pending::<Result<Bytes, Infallible>>())).await;
+    }
 }

@@ -162,7 +162,9 @@ async fn guard(State(access): State<Arc<Access>>, request: Request<Body>, next: 
     } else if is_open(request.uri().path()) || access.admits(request.headers()) {
         next.run(request).await
     } else {
-        refused(&request)
+        let response = refused(&request);
+        super::discard(request.into_body()).await;
+        response
     };
     if let Some(origin) = allowed {
         let headers = response.headers_mut();

@@ -144,7 +144,10 @@ pub(crate) fn expect_json(headers: &HeaderMap) -> Result<(), ApiError> {
 
 /// Reads the whole body of a JSON request.
 pub(super) async fn read_body(state: &AppState, request: Request<Body>) -> Result<Bytes, ApiError> {
-    expect_json(request.headers())?;
+    if let Err(error) = expect_json(request.headers()) {
+        super::discard(request.into_body()).await;
+        return Err(error);
+    }
     let limit = state.config.max_body_bytes;
     let declared = request.headers().get(header::CONTENT_LENGTH);
     let declared = declared.and_then(|value| value.to_str().ok()?.parse::<u64>().ok());

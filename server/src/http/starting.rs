@@ -64,7 +64,11 @@ async fn answer(State(gate): State<Arc<Gate>>, request: Request<Body>) -> Respon
     let app = match gate.app.get() {
         Some(app) => app,
         None if is_page(request.uri().path()) => &gate.page,
-        None => return not_yet(&gate, &request),
+        None => {
+            let response = not_yet(&gate, &request);
+            super::discard(request.into_body()).await;
+            return response;
+        }
     };
     match app.call(request).await {
         Ok(response) => response,
