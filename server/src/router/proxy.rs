@@ -70,6 +70,10 @@ pub(super) async fn check(
     };
     let facts = Facts { mode: text("mode"), model: text("model") };
     let health = match status {
+        // Anybody may listen where a worker was thought to be.
+        StatusCode::OK if !body.is_object() => {
+            WorkerHealth::Unfit("what it answers at /health is no answer of a worker".to_owned())
+        }
         StatusCode::OK => WorkerHealth::Ready,
         status => WorkerHealth::NotReady(text("reason").unwrap_or_else(|| status.to_string())),
     };

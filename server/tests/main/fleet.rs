@@ -152,6 +152,22 @@ async fn a_flush_reaches_every_worker_and_says_who_did_it() {
 }
 
 #[tokio::test]
+async fn a_stranger_who_answers_is_no_worker() {
+    let (a, b) = (Worker::start("a").await, Worker::start("b").await);
+    // Text where an object is expected, as any other server may answer.
+    *b.state.facts.lock().unwrap() = json!("<html>hello</html>");
+    let front = Front::over(&[a.url(), b.url()], |_| {}).await;
+    for _ in 0..4 {
+        assert_eq!(front.client.post(CHAT, &json!({"x": 1})).await.status, 200);
+    }
+    assert_eq!((a.requests(), b.requests()), (4, 0));
+    let health = front.client.get("/health").await.json();
+    assert_eq!(health["workers"][1]["status"], "unfit");
+    let reason = health["workers"][1]["reason"].as_str().unwrap();
+    assert!(reason.contains("no answer of a worker"), "{reason}");
+}
+
+#[tokio::test]
 async fn a_router_is_starting_until_a_worker_was_ready() {
     let a = Worker::start("a").await;
     a.set_health(StatusCode::SERVICE_UNAVAILABLE);
