@@ -24,6 +24,16 @@ pub struct Answer {
     pub logprobs: Vec<f64>,
 }
 
+impl Answer {
+    /// Whether another one says the same, word by word; ends and counts may differ.
+    #[must_use]
+    pub fn says_the_same(&self, other: &Self) -> bool {
+        self.content == other.content
+            && self.reasoning == other.reasoning
+            && self.calls == other.calls
+    }
+}
+
 /// How a request ended.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -176,9 +186,7 @@ pub fn judge(ending: &Ending, truth: &Truth, bench: &Bench<'_>) -> Verdict {
     let fits = truth.fits(answer);
     let mut signs = signs(answer, bench);
     if let Some(reference) = bench.reference {
-        let is_same = answer.content == reference.content
-            && answer.reasoning == reference.reasoning
-            && answer.calls == reference.calls;
+        let is_same = answer.says_the_same(reference);
         if !is_same {
             signs.push(Sign::Differs);
         }

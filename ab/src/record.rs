@@ -128,7 +128,7 @@ pub fn against<'a>(lines: &'a [Line], reference: &[Line]) -> Vec<(&'a Line, Verd
         let other = known.get(&line.place()).filter(|other| other.request == line.request);
         let verdict = match (&line.ending, other.map(|other| &other.ending)) {
             (Ending::Answered(answer), Some(Ending::Answered(reference)))
-                if line.verdict.is_judged() && !differs_only_by_end(answer, reference) =>
+                if line.verdict.is_judged() && !answer.says_the_same(reference) =>
             {
                 with_sign(&line.verdict)
             }
@@ -137,10 +137,6 @@ pub fn against<'a>(lines: &'a [Line], reference: &[Line]) -> Vec<(&'a Line, Verd
         (line, verdict)
     });
     judged.collect()
-}
-
-fn differs_only_by_end(a: &crate::judge::Answer, b: &crate::judge::Answer) -> bool {
-    a.content == b.content && a.reasoning == b.reasoning && a.calls == b.calls
 }
 
 fn with_sign(verdict: &Verdict) -> Verdict {
