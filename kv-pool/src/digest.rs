@@ -153,6 +153,12 @@ impl Sums {
 pub struct LaneSums(Sums);
 
 impl LaneSums {
+    /// Of no chunk yet.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(Sums { low: 0, high: 0, chunks: 0 })
+    }
+
     /// The key of each word of a chunk.
     pub const KEYS: &'static [u64; CHUNK_BYTES / 8] = &STRIPE;
 
