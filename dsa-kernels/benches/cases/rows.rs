@@ -20,11 +20,17 @@ pub(crate) fn run(b: &mut Bench) {
         [("c4", 512, RowFormat::KvV4), ("c4_index", 128, RowFormat::IndexFp8)]
     {
         for batch in [1, 8, 64, 128, 512] {
-            step(b, &format!("{name}_step.b{batch}"), (Pooling::C4, dim), format, batch);
+            let case = format!("{name}_step.b{batch}");
+            step(b, &case, (Pooling::C4, dim), format, (batch, Phase::End));
+        }
+        for batch in [64, 512] {
+            let case = format!("{name}_step.mixed.b{batch}");
+            step(b, &case, (Pooling::C4, dim), format, (batch, Phase::Mixed));
         }
     }
     for batch in [1, 64, 512] {
-        step(b, &format!("c128_step.b{batch}"), (Pooling::C128, 512), RowFormat::KvV4, batch);
+        let case = format!("c128_step.b{batch}");
+        step(b, &case, (Pooling::C128, 512), RowFormat::KvV4, (batch, Phase::End));
     }
 }
 
@@ -61,8 +67,23 @@ fn store(b: &mut Bench, name: &str, format: RowFormat, count: u32) {
     b.report(name, us, floor_us(bytes as f64, 0.0, 1.0));
 }
 
-/// One token of each sequence, which completes a window.
-fn step(b: &mut Bench, name: &str, (pooling, dim): (Pooling, u32), format: RowFormat, batch: u32) {
+/// Where the tokens of a step are in their windows.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// Each completes one.
+    End,
+    /// As many at each place.
+    Mixed,
+}
+
+/// One token of each sequence.
+fn step(
+    b: &mut Bench,
+    name: &str,
+    (pooling, dim): (Pooling, u32),
+    format: RowFormat,
+    (batch, phase): (u32, Phase),
+) {
     if !b.wants(name) {
         return;
     }
@@ -75,7 +96,8 @@ fn step(b: &mut Bench, name: &str, (pooling, dim): (Pooling, u32), format: RowFo
     let mut seqs = Vec::new();
     for i in 0..batch {
         seqs.extend((u64::from(i) * carry_bytes as u64).to_le_bytes());
-        for value in [i, 1, 4096 + ratio - 1, i] {
+        let place = if phase == Phase::End { ratio - 1 } else { i % ratio };
+        for value in [i, 1, 4096 + place, i] {
             seqs.extend(value.to_le_bytes());
         }
     }
@@ -103,6 +125,10 @@ fn step(b: &mut Bench, name: &str, (pooling, dim): (Pooling, u32), format: RowFo
         refused: None,
     };
     let us = b.time(1, |_| b.kernels.compress_step(STREAM, &a));
-    let bytes = n * (8 * cols + 2 * carry_bytes + 256 + format.data_bytes() + format.scale_bytes());
+    // A token inside of a window of C4 brings four rows.
+    let (ends, others) =
+        if phase == Phase::End { (n, 0) } else { (n / ratio as usize, n - n / ratio as usize) };
+    let row = 2 * carry_bytes + 256 + format.data_bytes() + format.scale_bytes();
+    let bytes = 8 * cols * n + row * ends + 16 * dim as usize * others;
     b.report(name, us, floor_us(bytes as f64, 0.0, 1.0));
 }

@@ -92,7 +92,8 @@ pub struct CompressStep<'a> {
     pub seq_count: u32,
     /// Tokens of the step.
     pub tokens: u32,
-    /// Most windows that one sequence completes in this step.
+    /// Most windows that one sequence completes in this step, for the cut into blocks; no result depends
+    /// on it. With 1, as in decoding, C4 steps take the form for few tokens.
     pub windows_max: u32,
     /// Rows that `rows`, the table and the targets have.
     pub rows_max: u32,
@@ -213,10 +214,26 @@ impl CudaKernels {
             rows_max: a.rows_max,
         };
         const { assert!(size_of::<CompressSeq>() == 24) };
-        let grid = [a.seq_count, a.windows_max.clamp(1, 65_535), 1];
-        let launch = Launch { grid, threads: a.dim, is_cooperative: false, overlaps: true };
+        let (grid, threads) = if is_of_one(a) {
+            let blocks = a.seq_count.checked_mul(a.dim / ONE_CHANNELS);
+            let blocks = blocks.filter(|blocks| *blocks < 1 << 31);
+            let what = "too many sequences";
+            ([blocks.ok_or(KernelError::Argument { op, what })?, 1, 1], ONE_CHANNELS)
+        } else {
+            ([a.seq_count, a.windows_max.clamp(1, 65_535), 1], a.dim)
+        };
+        let launch = Launch { grid, threads, is_cooperative: false, overlaps: true };
         self.launch(s, name, &launch, &arguments)
     }
+}
+
+/// Channels of a block of `compress_one.cu`.
+const ONE_CHANNELS: u32 = 128;
+
+/// Whether a step is left to `compress_one.cu`: its bits are the same, and it is the faster one where no
+/// sequence completes more than a window.
+fn is_of_one(a: &CompressStep<'_>) -> bool {
+    a.pooling == Pooling::C4 && a.windows_max <= 1
 }
 
 /// The kernel for a step's pooling, width and format.
@@ -224,15 +241,22 @@ fn kernel_of(a: &CompressStep<'_>) -> Result<&'static str, KernelError> {
     let op = "compress";
     let format = a.finish.map(|finish| finish.cache.format);
     let wide = format.is_none_or(|format| format == RowFormat::KvV4);
+    let is_one = is_of_one(a);
     match (a.pooling, a.dim) {
         (Pooling::C4, 512) => {
             holds(op, wide, "rows of 512 values go into KvV4")?;
-            Ok("compress_c4_kv")
+            Ok(if is_one { "compress_one_kv" } else { "compress_c4_kv" })
         }
         (Pooling::C4, 128) => match format {
-            None | Some(RowFormat::IndexFp8) => Ok("compress_c4_fp8"),
-            Some(RowFormat::IndexFp4) => Ok("compress_c4_fp4"),
-            Some(RowFormat::IndexBf16) => Ok("compress_c4_bf16"),
+            None | Some(RowFormat::IndexFp8) => {
+                Ok(if is_one { "compress_one_fp8" } else { "compress_c4_fp8" })
+            }
+            Some(RowFormat::IndexFp4) => {
+                Ok(if is_one { "compress_one_fp4" } else { "compress_c4_fp4" })
+            }
+            Some(RowFormat::IndexBf16) => {
+                Ok(if is_one { "compress_one_bf16" } else { "compress_c4_bf16" })
+            }
             Some(_) => {
                 Err(KernelError::Argument { op, what: "rows of 128 values go into an index cache" })
             }

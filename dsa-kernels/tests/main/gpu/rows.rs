@@ -210,6 +210,8 @@ struct Compressor {
     weight: Vec<f32>,
     positions: Vec<usize>,
     rounding: Rounding,
+    /// What the kernel is told of the windows that a sequence completes, if not the truth.
+    windows_told: Option<u32>,
 }
 
 impl Compressor {
@@ -245,6 +247,8 @@ impl Compressor {
         let tokens: usize = counts.iter().sum();
         let (kv, gate) = (rng.floats(tokens * cols), rng.floats(tokens * cols));
         let (seqs, bytes, rows) = self.advance(counts);
+        let windows = seqs.iter().map(|seq| seq.part.rows_emitted(ratio));
+        let windows_max = windows.max().unwrap_or(0);
         let host = Pages::new(rng, self.format, 64, rows.max(1));
         let targets: Vec<RowTarget> = (0..rows).map(|i| host.target(i)).collect();
         let table = table(rng, rows);
@@ -264,7 +268,7 @@ impl Compressor {
             seqs: &seqs_there,
             seq_count: counts.len() as u32,
             tokens: tokens as u32,
-            windows_max: (tokens as u32).div_ceil(ratio).max(1),
+            windows_max: self.windows_told.unwrap_or(windows_max as u32),
             rows_max: rows as u32,
             pooling: self.pooling,
             dim: self.dim as u32,
@@ -305,44 +309,69 @@ impl Compressor {
 }
 
 fn compressor(
-    gpu: &Gpu,
-    rng: &mut Rng,
-    pooling: Pooling,
-    dim: usize,
+    (gpu, rng): (&Gpu, &mut Rng),
+    (pooling, dim): (Pooling, usize),
     format: RowFormat,
     rounding: Rounding,
+    (windows_told, steps): (Option<u32>, &[[usize; 4]]),
 ) {
     use dsa_kernels::{CpuDevice, Device, Place};
     let (cols, ratio) = (pooling.cols(dim), pooling.ratio() as usize);
-    let steps: &[[usize; 4]] = &[
-        [1, 3, 0, 576],
-        [1, 1, 61, 1],
-        [2, 128, 69, 8],
-        [1, 1, 1, 1],
-        [5, 4, 300, 127],
-        [1, 2, 3, 4],
-    ];
     let bytes = 4 * pooling.carry_bytes(dim);
     let carry = CpuDevice::new().alloc(Place::Host, bytes as u64).unwrap();
-    let carry_there = gpu.bytes(&vec![0; bytes]);
+    // What a carry has before its first token means nothing.
+    let before = rng.floats(bytes / 4);
+    let before: Vec<u8> = before.iter().flat_map(|value| value.to_le_bytes()).collect();
+    carry.write(0, &before).unwrap();
+    let carry_there = gpu.bytes(&before);
     let (ape, weight) = (rng.floats(ratio * cols), rng.floats(dim));
-    let mut c = Compressor { pooling, dim, format, ape, weight, positions: vec![0; 4], rounding };
+    let positions = vec![0; 4];
+    let mut c = Compressor { pooling, dim, format, ape, weight, positions, rounding, windows_told };
     for counts in steps {
         c.step(gpu, rng, counts, &carry, &carry_there);
+    }
+}
+
+/// All poolings, widths, formats and roundings.
+fn compressors(gpu: &Gpu, seed: u64, windows_told: Option<u32>, steps: &[[usize; 4]]) {
+    let rng = &mut gpu.rng(seed);
+    let told = (windows_told, steps);
+    for rounding in [Rounding::Bf16, Rounding::None] {
+        let wide = RowFormat::KvV4;
+        compressor((gpu, rng), (Pooling::C4, 512), wide, rounding, told);
+        compressor((gpu, rng), (Pooling::C128, 512), wide, rounding, told);
+        for format in &FORMATS[1..] {
+            compressor((gpu, rng), (Pooling::C4, 128), *format, rounding, told);
+        }
     }
 }
 
 #[test]
 fn compressor_steps_have_the_bits_of_the_cpu() {
     let Some(gpu) = gpu("compressor_steps_have_the_bits_of_the_cpu") else { return };
-    let rng = &mut gpu.rng(14);
-    for rounding in [Rounding::Bf16, Rounding::None] {
-        compressor(gpu, rng, Pooling::C4, 512, RowFormat::KvV4, rounding);
-        compressor(gpu, rng, Pooling::C128, 512, RowFormat::KvV4, rounding);
-        for format in &FORMATS[1..] {
-            compressor(gpu, rng, Pooling::C4, 128, *format, rounding);
-        }
+    let steps = [
+        [1, 3, 0, 576],
+        [1, 1, 61, 1],
+        [2, 128, 69, 8],
+        [1, 1, 1, 1],
+        [5, 4, 300, 127],
+        [1, 2, 3, 4],
+        [4, 1, 3, 2],
+    ];
+    // What is told of the windows decides which kernel it is, and about no bit.
+    for told in [None, Some(1), Some(2)] {
+        compressors(gpu, 14, told, &steps);
     }
+}
+
+#[test]
+fn steps_of_decoding_have_the_bits_of_the_cpu() {
+    let Some(gpu) = gpu("steps_of_decoding_have_the_bits_of_the_cpu") else { return };
+    // From the first token on, and each sequence at another place of its window.
+    compressors(gpu, 16, None, &[[1; 4]; 9]);
+    let mut steps = vec![[0, 1, 2, 7]];
+    steps.extend([[1; 4]; 5]);
+    compressors(gpu, 17, None, &steps);
 }
 
 #[test]
@@ -365,26 +394,29 @@ fn sequences_outside_of_their_memory_are_left_out() {
             offset.to_le_bytes().into_iter().chain(rest.iter().flat_map(|v| v.to_le_bytes()))
         })
         .collect();
-    let (seqs, rows, refused) = (gpu.bytes(&bytes), gpu.poisoned(2 * 512), gpu.u32s(&[0]));
-    let a = CompressStep {
-        kv: &kv,
-        gate: &gate,
-        ape: &ape,
-        carry: &carry,
-        seqs: &seqs,
-        seq_count: 4,
-        tokens: 8,
-        windows_max: 2,
-        rows_max: 2,
-        pooling: Pooling::C4,
-        dim: 128,
-        rounding: Rounding::None,
-        rows: Some(&rows),
-        finish: None,
-        refused: Some(&refused),
-    };
-    gpu.kernels.compress_step(STREAM, &a).unwrap();
-    assert_eq!(gpu.read_u32(&refused), [4]);
-    assert!(gpu.read(&rows).iter().all(|b| *b == super::POISON));
-    assert!(gpu.read(&carry).iter().all(|b| *b == 0));
+    let (seqs, rows) = (gpu.bytes(&bytes), gpu.poisoned(2 * 512));
+    for windows_max in [1, 2] {
+        let refused = gpu.u32s(&[0]);
+        let a = CompressStep {
+            kv: &kv,
+            gate: &gate,
+            ape: &ape,
+            carry: &carry,
+            seqs: &seqs,
+            seq_count: 4,
+            tokens: 8,
+            windows_max,
+            rows_max: 2,
+            pooling: Pooling::C4,
+            dim: 128,
+            rounding: Rounding::None,
+            rows: Some(&rows),
+            finish: None,
+            refused: Some(&refused),
+        };
+        gpu.kernels.compress_step(STREAM, &a).unwrap();
+        assert_eq!(gpu.read_u32(&refused), [4]);
+        assert!(gpu.read(&rows).iter().all(|b| *b == super::POISON));
+        assert!(gpu.read(&carry).iter().all(|b| *b == 0));
+    }
 }
