@@ -247,8 +247,7 @@ impl Compressor {
         let tokens: usize = counts.iter().sum();
         let (kv, gate) = (rng.floats(tokens * cols), rng.floats(tokens * cols));
         let (seqs, bytes, rows) = self.advance(counts);
-        let windows = seqs.iter().map(|seq| seq.part.rows_emitted(ratio));
-        let windows_max = windows.max().unwrap_or(0);
+        let windows_max = seqs.iter().map(|seq| seq.part.rows_emitted(ratio)).max().unwrap_or(0);
         let host = Pages::new(rng, self.format, 64, rows.max(1));
         let targets: Vec<RowTarget> = (0..rows).map(|i| host.target(i)).collect();
         let table = table(rng, rows);
