@@ -1,6 +1,7 @@
 //! A worker process put together: model, workers, hand-off, and the engine that HTTP talks to.
 
 mod cache;
+mod flush;
 pub mod found;
 mod health;
 mod load;
@@ -11,8 +12,8 @@ pub mod peers;
 use crate::clock::{Clock, unix_seconds};
 use crate::config::{Backend, ConfigError, Mode, ServeArgs};
 use crate::engine::{
-    CancelOnDrop, Engine, EngineInfo, Flushed, Flushing, GenerateRequest, Generation, Health,
-    Stats, SubmitError,
+    CancelOnDrop, Engine, EngineInfo, Flushing, GenerateRequest, Generation, Health, Stats,
+    SubmitError,
 };
 use crate::glue::handoff::PageVerifier;
 use crate::glue::mover::Reports;
@@ -227,31 +228,8 @@ impl Engine for NodeEngine {
     }
 
     fn flush_cache(&self, stores: bool) -> Flushing {
-        let ask = |worker: &WorkerHandle| {
-            let (done, answer) = tokio::sync::oneshot::channel();
-            // A worker that has ended keeps nothing.
-            drop(worker.inbox.send(WorkerMsg::Flush { stores, done }));
-            answer
-        };
-        let answers: Vec<_> = self.workers.iter().map(ask).collect();
-        Box::pin(async move {
-            let mut parts = Vec::with_capacity(answers.len());
-            for answer in answers {
-                parts.push(answer.await.unwrap_or_default());
-            }
-            sum_of(&parts)
-        })
+        flush::flush(&self.workers, stores)
     }
-}
-
-/// Sums over workers.
-fn sum_of(parts: &[Flushed]) -> Flushed {
-    parts.iter().fold(Flushed::default(), |sum, part| Flushed {
-        blocks: sum.blocks + part.blocks,
-        boundaries: sum.boundaries + part.boundaries,
-        host_objects: sum.host_objects + part.host_objects,
-        stored_objects: sum.stored_objects + part.stored_objects,
-    })
 }
 
 /// A running process: model, workers and hand-off.
@@ -746,7 +724,8 @@ impl<'a> Assembly<'a> {
         self.drive(&mut prefill, "in-process", net.factory(), Some(address.clone()))?;
         self.launch(prefill)?;
         let mut decode = self.draft(Role::Decode)?;
-        self.drive(&mut decode, "in-process", net.factory(), None)?;
+        self.drive(&mut decode, "in-process", net.factory(), (None, None))?;
+        decode.shared.expect_peer(&address, &address);
         decode.drivers[0].1.connect(&address).context("connect the two workers")?;
         self.launch(decode)
     }

@@ -5,6 +5,7 @@ pub mod cache;
 pub mod events;
 pub mod faults;
 pub mod heartbeat;
+pub mod order;
 mod pages;
 mod pair;
 mod prefix;
@@ -31,6 +32,7 @@ use events::KvEvents;
 use faults::{FaultEvent, Faults};
 use heartbeat::Heartbeat;
 use kv_pool::{Fingerprint, PoolKind};
+use order::OrderNews;
 pub use pages::need;
 use pd_transfer::driver::{DriverGone, DriverHandle};
 use pd_transfer::endpoint::Upcall;
@@ -39,6 +41,7 @@ use pd_transfer::wire::AttemptId;
 pub use prefix::BOUNDARY_WINDOWS;
 use prefix::Prefixes;
 pub use push::OFFER_PAGES;
+use reach::Reaches;
 use sequence::{Origin, Sequence, State};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -135,6 +138,13 @@ pub enum WorkerMsg {
         /// Where the numbers go.
         done: tokio::sync::oneshot::Sender<Flushed>,
     },
+    /// Tell prefill workers to forget what they keep.
+    PassFlush {
+        /// In the stores too.
+        stores: bool,
+        /// Where it is told how that fares; closed when all have answered.
+        news: UnboundedSender<OrderNews>,
+    },
     /// End the thread.
     Stop,
 }
@@ -224,18 +234,9 @@ pub struct Shared {
     /// Signs of life of the thread.
     pub heartbeat: Heartbeat,
     refusal: Mutex<Option<String>>,
-    /// How it went when peers were tried last, by address.
-    unreached: Mutex<BTreeMap<String, Reach>>,
+    /// Whether the prefill workers that this one is to have are there.
+    reach: Reaches,
     snapshot: Mutex<Snapshot>,
-}
-
-/// How it went when a peer was tried last.
-#[derive(Debug, Default)]
-struct Reach {
-    /// It was connected at least once.
-    was_there: bool,
-    /// Why it is not.
-    why: Option<String>,
 }
 
 impl Shared {
@@ -337,6 +338,8 @@ pub struct Worker {
     /// Which driver each attempt goes through.
     routes: BTreeMap<AttemptId, usize>,
     lent: BTreeMap<AttemptId, push::Lent>,
+    /// Orders to prefill workers that are not answered.
+    orders: BTreeMap<AttemptId, order::Pending>,
     peers: BTreeMap<PeerKey, Peer>,
     link: Option<Link>,
     shared: Arc<Shared>,
@@ -398,6 +401,7 @@ impl Worker {
             attempts: BTreeMap::new(),
             routes: BTreeMap::new(),
             lent: BTreeMap::new(),
+            orders: BTreeMap::new(),
             peers: BTreeMap::new(),
             link: None,
             shared,
@@ -492,6 +496,7 @@ impl Worker {
                 let _ = done.send(self.flush(stores));
                 self.tell_flushed();
             }
+            WorkerMsg::PassFlush { stores, news } => self.pass_flush(stores, &news),
             WorkerMsg::Stop => {}
         }
     }

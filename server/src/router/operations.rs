@@ -66,7 +66,8 @@ pub(super) async fn abort_request(
     Ok((status, Json(body)).into_response())
 }
 
-/// `POST /flush_cache`: every worker forgets what it keeps for later prompts.
+/// `POST /flush_cache`: every worker forgets what it keeps for later prompts. Decode workers pass it on to
+/// their prefill workers, which a router need not know, and say what came of it.
 pub(super) async fn flush_cache(
     State(state): State<Arc<RouterState>>,
     Extension(id): Extension<RequestId>,
@@ -80,7 +81,10 @@ pub(super) async fn flush_cache(
     let headers = passed_on(request.headers(), &id);
     let order = Order { path, headers, body: Bytes::new() };
     let (status, workers) = order.give(&state).await?;
-    let flushed = workers.iter().filter(|worker| worker["status"] == 200);
+    // A decode worker that could not pass it on has still done it itself.
+    let has_flushed =
+        |worker: &&Value| worker["status"] == 200 || worker["answer"]["device_blocks"].is_u64();
+    let flushed = workers.iter().filter(has_flushed);
     let flushed: Vec<&str> = flushed.filter_map(|worker| worker["address"].as_str()).collect();
     state.workers.forget(&flushed);
     tracing::info!(flushed = flushed.join(","), status = status.as_u16(), "/flush_cache");

@@ -27,6 +27,7 @@ const ASKED_MAX: usize = 3;
 impl Worker {
     /// News from the hand-off's driver.
     pub(super) fn upcall(&mut self, driver: usize, upcall: Upcall) {
+        let Some(upcall) = self.order_news(upcall) else { return };
         match upcall {
             Upcall::Requested { attempt, peer, request, have } => {
                 self.requested(driver, attempt, peer, &request, have);
@@ -96,6 +97,7 @@ impl Worker {
                 } else {
                     tracing::warn!(address, why = first_line(&why), "peer lost");
                 }
+                self.shared.note_lost(&address, first_line(&why));
                 self.peers.remove(&(driver, peer));
             }
             Upcall::Refused { address, reason, text } => {

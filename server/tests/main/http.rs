@@ -7,7 +7,7 @@ use crate::fake::{
 };
 use crate::streams::begun;
 use axum::http::{Method, StatusCode};
-use dsv4_server::engine::{FinishReason, Health, SubmitError};
+use dsv4_server::engine::{FinishReason, Flushed, Health, PeerFlushed, SubmitError};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -861,6 +861,19 @@ async fn cache_is_flushed_as_far_as_was_asked_for() {
         });
         assert_eq!(flushed, expected, "{query}");
     }
+    // A decode worker says which of its prefill workers have done it, too.
+    let here = Flushed { blocks: 1, ..Flushed::default() };
+    *server.engine.flushed_peers.lock().unwrap() = vec![
+        PeerFlushed { address: "a:1".to_owned(), outcome: Ok(here) },
+        PeerFlushed { address: "b:1".to_owned(), outcome: Err("no answer".to_owned()) },
+    ];
+    let missed = server.client.post("/flush_cache", &json!({})).await;
+    assert_eq!((missed.status.as_u16(), &missed.json()["device_blocks"]), (502, &json!(5)));
+    let peers = missed.json()["prefill_workers"].clone();
+    assert_eq!((&peers[0]["flushed"], &peers[0]["device_blocks"]), (&json!(true), &json!(1)));
+    assert_eq!(peers[1], json!({"address": "b:1", "flushed": false, "reason": "no answer"}));
+    server.engine.flushed_peers.lock().unwrap().pop();
+    assert_eq!(server.client.post("/flush_cache", &json!({})).await.status, 200);
     for query in ["storage=perhaps", "stores=true"] {
         let refused = server.client.post(&format!("/flush_cache?{query}"), &json!({})).await;
         assert_eq!(refused.status, 400, "{query}");
