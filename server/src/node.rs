@@ -8,6 +8,7 @@ mod load;
 mod memory;
 mod numbers;
 pub mod peers;
+mod ways;
 
 use crate::clock::{Clock, unix_seconds};
 use crate::config::{Backend, ConfigError, Mode, ServeArgs};
@@ -38,6 +39,7 @@ use kv_pool::{Fingerprint, Geometry};
 pub use load::Tell;
 use numbers::{metrics_of, view_of};
 use pd_transfer::driver::{Driver, DriverConfig, DriverHandle, Verifier};
+use pd_transfer::endpoint::Upcall;
 use pd_transfer::inprocess::InProcessNet;
 use pd_transfer::shm::{Shm, has_foreign_file};
 use pd_transfer::tcp::Tcp;
@@ -566,6 +568,9 @@ fn random_incarnation() -> anyhow::Result<Incarnation> {
     Ok(Incarnation(bytes))
 }
 
+/// Hears the news of a driver before its worker does.
+type Hear = Arc<dyn Fn(&Upcall) + Send + Sync>;
+
 /// A worker that is put together and not yet running.
 struct Draft {
     role: Role,
@@ -638,7 +643,7 @@ impl<'a> Assembly<'a> {
         draft: &mut Draft,
         name: &'static str,
         factory: TransportFactory,
-        listen: Option<String>,
+        (listen, hear): (Option<String>, Option<Hear>),
     ) -> anyhow::Result<()> {
         let parts = &self.parts;
         let role = match draft.role {
@@ -673,6 +678,7 @@ impl<'a> Assembly<'a> {
         };
         let (inbox, driver) = (draft.inbox.clone(), draft.drivers.len());
         let upcalls = Arc::new(move |upcall| {
+            hear.iter().for_each(|hear| hear(&upcall));
             // A worker that has ended needs no news.
             drop(inbox.send(WorkerMsg::Upcall { driver, upcall }));
         });
@@ -721,7 +727,7 @@ impl<'a> Assembly<'a> {
         let net = InProcessNet::new();
         let address = "prefill".to_owned();
         let mut prefill = self.draft(Role::Prefill)?;
-        self.drive(&mut prefill, "in-process", net.factory(), Some(address.clone()))?;
+        self.drive(&mut prefill, "in-process", net.factory(), (Some(address.clone()), None))?;
         self.launch(prefill)?;
         let mut decode = self.draft(Role::Decode)?;
         self.drive(&mut decode, "in-process", net.factory(), (None, None))?;
@@ -737,7 +743,7 @@ impl<'a> Assembly<'a> {
         if backend != Backend::Shm {
             let listen = format!("{}:{port}", args.host);
             let (name, factory) = by_socket(backend, &draft.ucx);
-            self.drive(&mut draft, name, factory, Some(listen))?;
+            self.drive(&mut draft, name, factory, (Some(listen), None))?;
             port = draft.drivers[0]
                 .1
                 .listen_address()
@@ -756,7 +762,13 @@ impl<'a> Assembly<'a> {
                 "a file that is no socket lies there: TCP only, no shared memory"
             );
         } else if matches!(backend, Backend::Auto | Backend::Shm) {
-            self.drive(&mut draft, "shm", Shm::factory(1), Some(socket))?;
+            let opened = self.drive(&mut draft, "shm", Shm::factory(1), (Some(socket), None));
+            match opened {
+                Err(error) if backend == Backend::Auto => {
+                    tracing::warn!("TCP only, no shared memory: {error:#}");
+                }
+                done => done?,
+            }
         }
         self.bootstrap = Some(format!("{}:{port}", args.host));
         self.launch(draft)

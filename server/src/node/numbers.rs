@@ -92,6 +92,7 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
     let mut age = of(worker, "dsv4:heartbeat_age_seconds", Gauge, 0, help);
     age.value = worker.shared.heartbeat.age().as_secs_f64();
     all.push(age);
+    all.extend(n.peers.iter().map(|peer| peer_metric(worker, peer)));
     for (event, peer, kind, count) in n.faults.iter() {
         let help = "What went wrong in hand-offs and what followed, by peer, transport and kind";
         let mut m = of(worker, "dsv4:handoff_faults_total", Counter, count, help);
@@ -132,6 +133,14 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
         }
     }
     all
+}
+
+/// That a peer is connected, and how.
+fn peer_metric(worker: &WorkerHandle, (address, driver): &(String, usize)) -> Metric {
+    let help = "1 for each connected peer, with the transport that leads to it";
+    let transport = worker.drivers.get(*driver).map_or("", |(name, _)| *name);
+    let metric = of(worker, "dsv4:peer_connected", Gauge, 1, help);
+    labelled(labelled(metric, "peer", address), "transport", transport)
 }
 
 /// What the tiers below the device hold and have done, tier by tier.

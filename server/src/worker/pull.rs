@@ -120,8 +120,8 @@ impl Worker {
                         address,
                         "no prefill worker is reached there: {}; is it the address that the worker \
                          says decode workers connect to? It is tried again. Workers of one host \
-                         that have another user, TMPDIR or container need \
-                         --disaggregation-transfer-backend tcp",
+                         that have another user, TMPDIR or container reach each other over TCP \
+                         alone, which --disaggregation-transfer-backend auto tries by itself",
                         first_line(&text)
                     );
                 } else {
