@@ -12,6 +12,8 @@ mod prefix;
 mod probe;
 mod pull;
 mod push;
+mod reach;
+mod refusal;
 mod sequence;
 mod step;
 pub mod waiting;
@@ -247,33 +249,6 @@ impl Shared {
         let is_new = kept.as_ref() != Some(&text);
         *kept = Some(text);
         is_new
-    }
-
-    /// The same for a peer that could not be reached; of one that was there before it is no news.
-    fn note_unreached(&self, address: &str, text: &str) -> bool {
-        let text = format!("{address}: {text}");
-        let mut kept = self.unreached.lock().unwrap_or_else(PoisonError::into_inner);
-        let entry = kept.entry(address.to_owned()).or_default();
-        let is_news = !entry.was_there && entry.why.as_ref() != Some(&text);
-        entry.why = Some(text);
-        is_news
-    }
-
-    /// Why a decode worker is connected to no prefill worker yet.
-    #[must_use]
-    pub fn why_alone(&self) -> String {
-        self.refusal().unwrap_or_else(|| {
-            let kept = self.unreached.lock().unwrap_or_else(PoisonError::into_inner);
-            let why: Vec<&str> = kept.values().filter_map(|reach| reach.why.as_deref()).collect();
-            let colon = if why.is_empty() { "" } else { ": " };
-            format!("no prefill worker is connected yet{colon}{}", why.join("; "))
-        })
-    }
-
-    /// A peer was reached.
-    fn reached(&self, address: &str) {
-        let mut kept = self.unreached.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.insert(address.to_owned(), Reach { was_there: true, why: None });
     }
 
     fn clear_refusal(&self) {

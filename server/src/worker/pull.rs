@@ -4,6 +4,7 @@
 use super::faults::{FaultEvent, PeerName};
 use super::pair::PairHealth;
 use super::push::code;
+use super::refusal::condensed;
 use super::sequence::{Sequence, State};
 use super::{Peer, PeerKey, Role, Worker};
 use crate::engine::FailureKind;
@@ -102,7 +103,10 @@ impl Worker {
             }
             Upcall::Refused { address, reason, text } => {
                 // The driver goes on trying, since the peer may be restarted with other flags.
+                let full = text;
+                let text = condensed(&full);
                 if self.shared.note_refusal(&address, &text) {
+                    tracing::debug!(address, "the whole refusal: {full}");
                     let hint = if reason == RefuseReason::Layout {
                         "; both sides need the same model, --numerics and --index-k-dtype"
                     } else {
