@@ -27,6 +27,7 @@ mod chat;
 mod chat_request;
 mod choices;
 mod completions;
+mod counts;
 pub mod error;
 mod fields;
 mod format;
@@ -58,10 +59,12 @@ use crate::trace::{Sampling, Span, TraceParent, new_span_id};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
-use axum::http::{HeaderName, HeaderValue, Method};
+use axum::http::{HeaderName, HeaderValue};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+pub use counts::HttpCounts;
+pub(crate) use counts::{Responses, is_probe};
 use dsv4_model::text::Tokenizer;
 use error::{ApiError, ErrorStyle};
 use fields::Fields;
@@ -117,6 +120,8 @@ pub struct HttpConfig {
     pub probe_timeout: Duration,
     /// What `/server_info` says about the process.
     pub about: About,
+    /// Where responses are counted, for the metrics; shared with what answers before the endpoints.
+    pub counts: Arc<HttpCounts>,
 }
 
 impl Default for HttpConfig {
@@ -134,6 +139,7 @@ impl Default for HttpConfig {
             traces: None,
             probe_timeout: Duration::from_secs(20),
             about: About::default(),
+            counts: Arc::default(),
         }
     }
 }
@@ -228,7 +234,7 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
         chat: ChatEncoder::new(&tokenizer, &names, config.default_thinking),
         longest_token: longest_token(&tokenizer),
         bos_token: tokenizer.token_id("<｜begin▁of▁sentence｜>"),
-        metrics: Arc::new(HttpMetrics::new(&config.served_model_name)),
+        metrics: Arc::new(HttpMetrics::new(&config.served_model_name, Arc::clone(&config.counts))),
         encode_slots: Arc::new(Semaphore::new(cores)),
         open: Arc::default(),
         probe_slot: Semaphore::new(1),
@@ -366,15 +372,9 @@ async fn observe(
         Err(error) => return error.into_response(),
     };
     request.extensions_mut().insert(id.clone());
-    let method = match *request.method() {
-        Method::GET | Method::HEAD | Method::POST => request.method().to_string(),
-        // Methods are free text; the number of label values must not be.
-        _ => "other".to_owned(),
-    };
-    let path = known_path(request.uri().path());
-    let style = ErrorStyle::of(request.uri().path());
-    let mut response = style.restate(&id, next.run(request).await);
-    state.metrics.count_response(&method, path, response.status().as_u16());
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let mut response = ErrorStyle::of(&path).restate(&id, next.run(request).await);
+    state.config.counts.count_response(method.as_str(), &path, response.status().as_u16());
     response.headers_mut().insert(REQUEST_ID, id.header());
     response
 }

@@ -171,11 +171,12 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
     let listener = runtime.block_on(listen(&args.host, args.port))?;
     let address = listener.local_addr().context("read the port that was given")?;
     let address = Address { scheme: scheme(&edge), socket: address };
+    let counts = Arc::clone(&edge.counts);
     // Whoever asks while the model is loaded is told so.
-    let starting = Starting::new("loading the model");
-    let (begin_stop, stopped) = tokio::sync::oneshot::channel();
+    let starting = Starting::counted("loading the model", Arc::clone(&counts));
+    let (begin_stop, stopped) = oneshot::channel();
     let served = {
-        let app = http::access::protect(starting.app(), access);
+        let app = http::access::protect(starting.app(), access.counted(Arc::clone(&counts)));
         // The sender lives until serving is to stop.
         let stop = async { drop(stopped.await) };
         runtime.spawn(serve(listener, app, edge, stop, Duration::from_secs(args.drain_timeout)))
@@ -186,12 +187,8 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
         node.engine().record(&traces.sender);
     }
     let sampling = traces.as_ref().map(|traces| traces.sampling);
-    starting.hand_over(endpoints(args, settings, &node, sampling));
-    // A signal that comes as soon as the line below is read is heard.
-    let signalled = {
-        let _context = runtime.enter();
-        terminated()
-    };
+    let config = HttpConfig { traces: sampling, counts, ..HttpConfig::default() };
+    starting.hand_over(endpoints(args, settings, &node, config));
     announce(&node, &runtime, address);
     hint(&node, args.disaggregation_mode, address);
     let address = address.socket;
@@ -387,7 +384,9 @@ fn run_router(args: &RouterArgs, settings: &[Setting], unknown: &[String]) -> an
     let edge = edge(&args.edge, &runtime)?;
     runtime.block_on(async {
         let traces = args.trace.traces("router")?;
-        let mut config = RouterConfig { traces: traces.clone(), ..args.router_config() };
+        let counts = Arc::clone(&edge.counts);
+        let access = access.counted(Arc::clone(&counts));
+        let mut config = RouterConfig { traces: traces.clone(), counts, ..args.router_config() };
         config.about.flags = settings.to_vec();
         let router = ReverseProxy::new(config)?;
         let listener = listen(&args.host, args.port).await?;

@@ -15,7 +15,7 @@ mod view;
 mod workers;
 
 use crate::http::error::{ApiError, ErrorStyle};
-use crate::http::{About, MAX_BODY_BYTES, RequestId, known_path, no_path, page, wrong_method};
+use crate::http::{About, HttpCounts, MAX_BODY_BYTES, RequestId, no_path, page, wrong_method};
 use crate::net::discovery::{
     self, Change, DiscoveryUrl, Leases, Listening, Member, Members, Notice, Pace,
 };
@@ -63,6 +63,8 @@ pub struct RouterConfig {
     pub traces: Option<Traces>,
     /// What `/server_info` says about the process.
     pub about: About,
+    /// Where responses are counted, for the metrics; shared with what answers before the endpoints.
+    pub counts: Arc<HttpCounts>,
 }
 
 impl Default for RouterConfig {
@@ -80,6 +82,7 @@ impl Default for RouterConfig {
             retry_after_s: 1,
             traces: None,
             about: About::default(),
+            counts: Arc::default(),
         }
     }
 }
@@ -302,10 +305,15 @@ async fn observe(
         Err(error) => return error.into_response(),
     };
     request.extensions_mut().insert(id.clone());
-    let path = known_path(request.uri().path());
-    let style = ErrorStyle::of(request.uri().path());
-    let mut response = style.restate(&id, next.run(request).await);
-    state.workers.count_response(path, response.status().as_u16());
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    // /health asks nobody, and is how a router finds out that it asks itself.
+    let response = if path != "/health" && proxy::is_loop(&state, request.headers()) {
+        ApiError::going_round().into_response()
+    } else {
+        next.run(request).await
+    };
+    let mut response = ErrorStyle::of(&path).restate(&id, response);
+    state.config.counts.count_response(method.as_str(), &path, response.status().as_u16());
     response.headers_mut().insert(crate::http::REQUEST_ID, id.header());
     response
 }

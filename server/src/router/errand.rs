@@ -8,6 +8,7 @@ use super::workers::{UnderWay, Worker};
 use super::{RouterState, none_ready};
 use crate::http::RequestId;
 use crate::http::error::{ApiError, ErrorStyle, is_busy};
+use crate::http::{RequestId, is_probe};
 use axum::body::Body;
 use axum::http::request::Parts;
 use axum::http::uri::PathAndQuery;
@@ -132,6 +133,9 @@ impl Errand {
         while let Some(under_way) = self.state.workers.pick(&self.prompt, &self.tried) {
             let worker = Arc::clone(&under_way.worker);
             self.tried.push(Arc::clone(&worker));
+            if !is_probe(self.path.path()) {
+                worker.count_request();
+            }
             let mut attempt = Request::new(Full::new(self.body.clone()));
             *attempt.method_mut() = self.method.clone();
             *attempt.uri_mut() = worker.uri(self.path.clone());

@@ -5,7 +5,6 @@ use super::choice::{Choice, ChoiceConfig, Chosen, HashKey, Prompt, WorkerId};
 use crate::clock::Clock;
 use axum::http::Uri;
 use axum::http::uri::{Authority, PathAndQuery, Scheme};
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -199,6 +198,11 @@ impl Worker {
         self.requests.load(Ordering::Relaxed)
     }
 
+    /// A request of a client is sent there; probes that are passed on are none.
+    pub(super) fn count_request(&self) {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+    }
+
     pub(super) fn failures(&self) -> u64 {
         self.failures.load(Ordering::Relaxed)
     }
@@ -266,7 +270,6 @@ pub(crate) struct Workers {
     choice: Arc<Mutex<Choice>>,
     key: HashKey,
     clock: Clock,
-    responses: Mutex<BTreeMap<(&'static str, u16), u64>>,
     /// The model of all workers that get requests, once one is known.
     model: Mutex<Option<String>>,
 }
@@ -305,8 +308,7 @@ impl Workers {
         }
         list.fixed = list.workers.len();
         let (list, choice) = (Mutex::new(list), Arc::new(Mutex::new(choice)));
-        let (responses, model) = (Mutex::default(), Mutex::default());
-        Ok(Self { list, choice, key, clock: Clock::start(), responses, model })
+        Ok(Self { list, choice, key, clock: Clock::start(), model: Mutex::default() })
     }
 
     /// Those that are there now, also those that are leaving.
@@ -438,20 +440,10 @@ impl Workers {
         let chosen = lock(&self.choice).choose(self.clock.elapsed(), prompt, &usable)?;
         let worker = list.workers.iter().find(|worker| worker.id == chosen.worker)?;
         worker.under_way.fetch_add(1, Ordering::Relaxed);
-        worker.requests.fetch_add(1, Ordering::Relaxed);
         worker.prompt_blocks.fetch_add(chosen.prompt_blocks.into(), Ordering::Relaxed);
         worker.overlap_blocks.fetch_add(chosen.overlap_blocks.into(), Ordering::Relaxed);
         let (worker, choice) = (Arc::clone(worker), Arc::clone(&self.choice));
         Some(UnderWay { worker, chosen: Some(chosen), choice })
-    }
-
-    pub(super) fn count_response(&self, path: &'static str, status: u16) {
-        *lock(&self.responses).entry((path, status)).or_default() += 1;
-    }
-
-    /// Responses by path and status.
-    pub(super) fn responses(&self) -> BTreeMap<(&'static str, u16), u64> {
-        lock(&self.responses).clone()
     }
 }
 

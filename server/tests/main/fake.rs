@@ -197,7 +197,9 @@ impl Server {
         let mut config = HttpConfig::default();
         config.aliases.push("deepseek-chat".to_owned());
         configure(&mut config);
-        let edge = Edge { header_timeout: config.header_timeout, ..edge };
+        let (header_timeout, counts) = (config.header_timeout, Arc::clone(&config.counts));
+        let edge = Edge { header_timeout, counts: Arc::clone(&counts), ..edge };
+        let access = access.counted(counts);
         let app = protect(router(engine.clone(), Arc::clone(&TOKENIZER), config), access);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();

@@ -745,7 +745,7 @@ async fn models_health_metrics_and_stats() {
         "sglang:prompt_tokens_total{model_name=\"dsv4-mini\"} 11",
         "sglang:time_to_first_token_seconds_count{model_name=\"dsv4-mini\"} 1",
         "sglang:e2e_request_latency_seconds_bucket{model_name=\"dsv4-mini\",le=\"+Inf\"} 1",
-        "http_requests_total{method=\"GET\",handler=\"/health\",status=\"503\"} 3",
+        "http_probes_total{method=\"GET\",handler=\"/health\",status=\"503\"} 3",
         "http_requests_total{method=\"POST\",handler=\"/v1/chat/completions\",status=\"200\"} 1",
     ] {
         assert!(metrics.text().lines().any(|found| found == line), "{line}: {}", metrics.text());
