@@ -268,8 +268,8 @@ fn endpoints(
 
 /// How connections are treated. A certificate is read again whenever the process gets SIGHUP.
 fn edge(args: &EdgeArgs, runtime: &tokio::runtime::Runtime) -> anyhow::Result<Edge> {
-    let tls = args.tls()?.map(Arc::new);
-    if let Some(tls) = tls.clone() {
+    let edge = args.edge()?;
+    if let Some(tls) = edge.tls.clone() {
         let _context = runtime.enter();
         let mut hangup = signal(SignalKind::hangup()).context("hear SIGHUP")?;
         runtime.spawn(async move {
@@ -281,7 +281,7 @@ fn edge(args: &EdgeArgs, runtime: &tokio::runtime::Runtime) -> anyhow::Result<Ed
             }
         });
     }
-    Ok(Edge { tls, ..Edge::default() })
+    Ok(edge)
 }
 
 fn scheme(edge: &Edge) -> &'static str {

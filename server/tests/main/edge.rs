@@ -335,6 +335,61 @@ async fn a_client_that_does_not_answer_pings_loses_its_requests() {
     server.finish().await;
 }
 
+#[tokio::test]
+async fn an_answer_of_which_a_client_takes_nothing_is_given_up() {
+    let edge = Edge { send_timeout: Some(Duration::from_millis(200)), ..Edge::default() };
+    let mut server = Server::over(edge).await;
+    // HTTP/2: a window of nothing, and every ping is answered.
+    let mut builder = http2::Builder::new(TokioExecutor::new());
+    builder.initial_stream_window_size(0);
+    let stream = TcpStream::connect(server.address).await.unwrap();
+    let (mut client, connection) = builder.handshake(TokioIo::new(stream)).await.unwrap();
+    tokio::spawn(async move { drop(connection.await) });
+    let mut opened = Vec::new();
+    let mut running = Vec::new();
+    for _ in 0..3 {
+        server.plan(Plan::Manual);
+        let asked = client.send_request(post(CHAT, &with(chat(), &json!({"stream": true}))));
+        let asked = tokio::spawn(asked);
+        let open = server.open().await;
+        open.events.send(token(tokens("a")[0])).unwrap();
+        running.push(asked.await.unwrap().unwrap());
+        opened.push(open);
+    }
+    for open in opened {
+        open.cancelled.await.expect("the request is ended");
+    }
+    drop((running, client));
+    // HTTP/1.1: what the system keeps for it is full, and it reads nothing.
+    let mut stream = TcpStream::connect(server.address).await.unwrap();
+    let body = with(chat(), &json!({"stream": true})).to_string();
+    let head = format!(
+        "POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    server.plan(Plan::Manual);
+    stream.write_all(&[head.as_bytes(), body.as_bytes()].concat()).await.unwrap();
+    let open = server.open().await;
+    let word = tokens("a")[0];
+    let cancelled = open.cancelled;
+    tokio::pin!(cancelled);
+    loop {
+        for _ in 0..1000 {
+            // It may be gone.
+            drop(open.events.send(token(word)));
+        }
+        tokio::select! {
+            ended = &mut cancelled => break ended.expect("the request is ended"),
+            () = tokio::time::sleep(Duration::from_millis(1)) => {}
+        }
+    }
+    drop(stream);
+    let metrics = server.client.get("/metrics").await.text().to_owned();
+    let line = "dsv4:http_connections_ended_total{reason=\"unread\"} 4";
+    assert!(metrics.lines().any(|found| found == line), "{metrics}");
+    server.finish().await;
+}
+
 /// A request as HTTP/2 without compression of names: preface, settings, a head, a body.
 fn raw_post(body: &str) -> Vec<u8> {
     let mut head = vec![0x83, 0x86];
