@@ -22,7 +22,6 @@ use dsv4_model::sample::{MAX_LOGPROBS, Sampled};
 use dsv4_model::text::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::collections::VecDeque;
-use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
@@ -361,15 +360,6 @@ impl Part for CompletionOutput {
 }
 
 impl CompletionOutput {
-    /// The rest of the output.
-    pub(super) async fn whole(&mut self) -> Result<Delta, Failure> {
-        let mut all = Delta::default();
-        while let Some(delta) = poll_fn(|cx| self.poll_item(cx)).await {
-            all.add(delta?);
-        }
-        Ok(all)
-    }
-
     fn token(&mut self, sampled: Sampled) -> Delta {
         let mut pieces = Vec::new();
         self.ids.push(sampled.token);
@@ -429,6 +419,21 @@ impl CompletionOutput {
     }
 }
 
+/// Whole answers, as they come. The first one that is lost ends the others at once.
+pub(super) async fn wholes(outputs: &mut Merged<CompletionOutput>) -> Result<Vec<Delta>, Failure> {
+    let mut all: Vec<Delta> = outputs.parts.iter().map(|_| Delta::default()).collect();
+    while let Some((index, delta)) = outputs.next().await {
+        match delta {
+            Ok(delta) => all[index].add(delta),
+            Err(failure) => {
+                outputs.abandon();
+                return Err(failure);
+            }
+        }
+    }
+    Ok(all)
+}
+
 fn characters(text: &str) -> u32 {
     u32::try_from(text.chars().count()).unwrap_or(u32::MAX)
 }
@@ -484,10 +489,10 @@ struct CompletionStream {
 impl CompletionStream {
     /// Collects the whole answer.
     async fn whole(mut self) -> Result<Response, ApiError> {
-        let mut choices = Vec::new();
-        for output in &mut self.outputs.parts {
-            let all = output.whole().await;
-            let all = all.map_err(|lost| generate::fail(&self.state, &mut self.timer, &lost))?;
+        let wholes = wholes(&mut self.outputs).await;
+        let wholes = wholes.map_err(|lost| generate::fail(&self.state, &mut self.timer, &lost))?;
+        let mut choices = Vec::with_capacity(wholes.len());
+        for (output, all) in self.outputs.parts.iter().zip(wholes) {
             let logprobs = output.logprobs(&all.tokens);
             choices.push(choice(choices.len(), &all.text, &logprobs, all.finish));
         }
@@ -516,6 +521,7 @@ impl CompletionStream {
                 Some(sse::data(&response))
             }
             Err(failure) => {
+                self.outputs.abandon();
                 self.phase = Phase::Over;
                 Some(sse::data(&generate::fail(&self.state, &mut self.timer, &failure).to_json()))
             }

@@ -186,13 +186,13 @@ async fn whole(
     mut outputs: Vec<CompletionOutput>,
     mut timer: RequestTimer,
 ) -> Result<Response, ApiError> {
-    let mut answers = Vec::with_capacity(outputs.len());
-    for output in &mut outputs {
-        let all = output.whole().await;
-        let all = all.map_err(|lost| generate::fail(state, &mut timer, &lost))?;
-        answers.push(head.answer(output, &all));
-    }
-    timer.finish(choices::total(outputs.iter().map(|output| output.usage)));
+    let mut outputs = Merged::new(outputs);
+    let wholes = completions::wholes(&mut outputs).await;
+    let wholes = wholes.map_err(|lost| generate::fail(state, &mut timer, &lost))?;
+    let of_outputs = outputs.parts.iter().zip(&wholes);
+    let mut answers: Vec<Value> =
+        of_outputs.map(|(output, all)| head.answer(output, all)).collect();
+    timer.finish(choices::total(outputs.parts.iter().map(|output| output.usage)));
     let answer = match answers.len() {
         1 => answers.remove(0),
         _ => Value::Array(answers),
@@ -270,6 +270,7 @@ impl NativeStream {
                 sse::data(&answer)
             }
             Err(failure) => {
+                self.outputs.abandon();
                 self.phase = Phase::Over;
                 sse::data(&generate::fail(&self.state, &mut self.timer, &failure).to_json())
             }
