@@ -110,6 +110,8 @@ pub(crate) struct RouterState {
     pub(crate) client: ProxyClient,
     /// Requests that may still be taken.
     pub(crate) slots: Arc<Semaphore>,
+    /// A random name of this process, by which it knows itself when it asks itself.
+    pub(crate) instance: String,
     /// What lists of workers have said.
     members: Mutex<Members>,
     /// Those that have registered here.
@@ -124,7 +126,7 @@ impl RouterState {
 
     /// Asks a worker for its health and takes in what it says.
     async fn check(&self, worker: &Worker) {
-        let found = proxy::check(&self.client, worker, self.config.health_timeout).await;
+        let found = proxy::check(self, worker).await;
         self.workers.take_in(worker, found.0, found.1);
     }
 }
@@ -154,11 +156,15 @@ impl ReverseProxy {
         let workers = Workers::new(&config.workers, config.choice, HashKey(key))?;
         let members = Mutex::new(Members::new(Listening::Front, config.grace));
         let leases = Mutex::default();
+        let mut name = [0; 8];
+        getrandom::fill(&mut name).map_err(|error| RouterError::NoRandom(error.to_string()))?;
+        let instance = format!("{:016x}", u64::from_be_bytes(name));
         let client = proxy::client(config.health_timeout);
         let slots =
             Arc::new(Semaphore::new(config.max_queued_requests.min(Semaphore::MAX_PERMITS)));
         let is_draining = AtomicBool::new(false);
-        let state = RouterState { config, workers, client, slots, members, leases, is_draining };
+        let state =
+            RouterState { config, workers, client, slots, instance, members, leases, is_draining };
         Ok(Self(Arc::new(state)))
     }
 
@@ -208,8 +214,7 @@ impl ReverseProxy {
             futures_util::future::join_all(checks).await;
         } else {
             // In their order, whoever answers first: the first one's model is that of all.
-            let limit = state.config.health_timeout;
-            let checks = all.iter().map(|worker| proxy::check(&state.client, worker, limit));
+            let checks = all.iter().map(|worker| proxy::check(state, worker));
             let found = futures_util::future::join_all(checks).await;
             for (worker, (found, facts)) in all.iter().zip(found) {
                 state.workers.take_in(worker, found, facts);

@@ -2,11 +2,10 @@
 //! of an answer.
 
 use super::choice::{Policy, Prompt, Tenant};
-use super::proxy::{chain, strip};
+use super::proxy::{chain, sign, strip};
 use super::trip::Trip;
 use super::workers::{UnderWay, Worker};
 use super::{RouterState, none_ready};
-use crate::http::RequestId;
 use crate::http::error::{ApiError, ErrorStyle, is_busy};
 use crate::http::{RequestId, is_probe};
 use axum::body::Body;
@@ -94,6 +93,7 @@ impl Errand {
         if let Some(parent) = id.span().and_then(|span| span.context.to_string().parse().ok()) {
             headers.insert(crate::http::TRACEPARENT, parent);
         }
+        sign(&state, &mut headers);
         let method = parts.method;
         let tried = Vec::new();
         Box::new(Self { state, id, method, path, headers, body, prompt, tried })

@@ -35,7 +35,14 @@ pub(super) async fn health(State(state): State<Arc<RouterState>>) -> Response {
         (false, false) => not_ready(&all),
     };
     let code = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    (code, Json(json!({"status": status, "reason": reason, "workers": workers}))).into_response()
+    let body = json!({
+        "status": status,
+        "reason": reason,
+        "process": "router",
+        "instance": state.instance,
+        "workers": workers,
+    });
+    (code, Json(body)).into_response()
 }
 
 /// A router without a ready worker: before the first one was, it is starting.
@@ -139,7 +146,10 @@ pub(super) async fn stats(
     let pictures = state.workers.all().into_iter().map(|worker| async {
         let (path, limit) = (PathAndQuery::from_static("/stats.json"), state.config.health_timeout);
         let who = proxy::credentials(&headers);
-        let found = proxy::read(&state.client, &worker, path, who, limit).await.ok();
+        if worker.is_self() {
+            return (worker, None);
+        }
+        let found = proxy::read(&state, &worker, path, who, limit).await.ok();
         let found = found.filter(|(status, _)| *status == StatusCode::OK);
         let found = found.and_then(|(_, body)| serde_json::from_slice::<Value>(&body).ok());
         (worker, found)

@@ -79,6 +79,8 @@ pub(super) struct Worker {
     facts: Mutex<Facts>,
     /// It took requests at least once.
     was_ready: AtomicBool,
+    /// It is this router, and asking it would go round for ever.
+    is_self: AtomicBool,
     /// Gets no new requests, and goes when those that it has have ended.
     is_leaving: AtomicBool,
     under_way: AtomicUsize,
@@ -102,6 +104,7 @@ impl Worker {
             health: watch::Sender::new(WorkerHealth::Unknown),
             facts: Mutex::default(),
             was_ready: AtomicBool::new(false),
+            is_self: AtomicBool::new(false),
             is_leaving: AtomicBool::new(false),
             under_way: AtomicUsize::new(0),
             requests: AtomicU64::new(0),
@@ -127,6 +130,15 @@ impl Worker {
     /// Whether it took requests at least once.
     pub(super) fn was_ready(&self) -> bool {
         self.was_ready.load(Ordering::Relaxed)
+    }
+
+    /// Whether it is this router.
+    pub(super) fn is_self(&self) -> bool {
+        self.is_self.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_self(&self, is_self: bool) {
+        self.is_self.store(is_self, Ordering::Relaxed);
     }
 
     pub(super) fn health(&self) -> WorkerHealth {
