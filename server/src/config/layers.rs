@@ -18,7 +18,7 @@
 
 use super::Cli;
 use crate::net::otlp::without_secrets;
-use clap::error::{ContextKind, ContextValue};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, ArgAction, Command, CommandFactory as _, FromArgMatches as _};
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -46,6 +46,14 @@ const OTHER_VARIABLES: [&str; 9] = [
 const PREFIX: &str = "DSV4_";
 /// Name of the flag that names the file.
 const CONFIG: &str = "config";
+/// How a router is told of its workers.
+const NO_WORKERS: &str = "
+a router passes requests on to workers: say where those are, or where they are found:
+  server router --worker http://127.0.0.1:30002 --worker http://127.0.0.1:30003
+  server router --discovery etcd://127.0.0.1:2379/prod
+  server router --registry-port 30100      (workers: --discovery http://ROUTER:30100)
+Workers are decode workers, or those of the modes both and null.
+";
 /// The subcommand that has a table of its own.
 const ROUTER: &str = "router";
 
@@ -246,7 +254,7 @@ fn finish(
     unknown: Vec<String>,
 ) -> Result<Layered, LayerError> {
     let usage = |error: clap::Error| {
-        let note = origin(&error, &below);
+        let note = origin(&error, &below).or_else(|| missing(&error));
         LayerError::Usage { error, note }
     };
     let mut matches = Cli::command().try_get_matches_from(args).map_err(usage)?;
@@ -286,6 +294,11 @@ fn origin(error: &clap::Error, below: &[Setting]) -> Option<String> {
     let flag = arg.split([' ', '=']).next()?.strip_prefix("--")?;
     let setting = below.iter().find(|setting| setting.flag == flag)?;
     Some(format!("--{flag} comes from {}\n", setting.source))
+}
+
+/// What to give where something is missing; only a router wants something.
+fn missing(error: &clap::Error) -> Option<String> {
+    (error.kind() == ErrorKind::MissingRequiredArgument).then(|| NO_WORKERS.to_owned())
 }
 
 /// Flags of a command by their long names.
