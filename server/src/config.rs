@@ -138,6 +138,12 @@ impl AccessArgs {
     pub fn access(&self) -> Result<Access, AccessError> {
         Access::new(&self.api_key, self.api_key_file.as_deref(), &self.allow_origins)
     }
+
+    /// Whether a request must bring a key.
+    #[must_use]
+    pub fn asks_for_keys(&self) -> bool {
+        !self.api_key.is_empty() || self.api_key_file.is_some()
+    }
 }
 
 /// Flags of a worker process.

@@ -14,14 +14,13 @@ use dsv4_server::http::{self, Edge, HEADER_TIMEOUT, HttpConfig};
 use dsv4_server::node::found::{self, Announced};
 use dsv4_server::node::{Node, NodeEngine, NodeOptions, Published, Tell};
 use dsv4_server::router::{ReverseProxy, RouterConfig};
-use dsv4_server::trace::Sampling;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use tracing_subscriber::Layer as _;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
@@ -181,7 +180,16 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
         let stop = async { drop(stopped.await) };
         runtime.spawn(serve(listener, app, edge, stop, Duration::from_secs(args.drain_timeout)))
     };
-    let mut node = load(args, &starting)?;
+    // A signal is heard from here on: also while the model is loaded, and as soon as the line is read that
+    // says that the worker is ready.
+    let mut signalled = {
+        let _context = runtime.enter();
+        Box::pin(terminated())
+    };
+    let Some(mut node) = load(args, &starting, &runtime, &mut signalled)? else {
+        tracing::info!("stopped by a signal while the model was loaded; nothing was served");
+        return Ok(());
+    };
     join(&node, args.disaggregation_mode, &runtime)?;
     if let Some(traces) = &traces {
         node.engine().record(&traces.sender);
@@ -190,7 +198,7 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
     let config = HttpConfig { traces: sampling, counts, ..HttpConfig::default() };
     starting.hand_over(endpoints(args, settings, &node, config));
     announce(&node, &runtime, address);
-    hint(&node, args.disaggregation_mode, address);
+    hint(&node, args, address);
     let address = address.socket;
     let announced = {
         let _context = runtime.enter();
@@ -207,9 +215,7 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
     };
     runtime.block_on(served).context("serve HTTP")?;
     if let Some(announced) = announced {
-        // Whoever cannot be told finds out by himself.
-        let told = async { tokio::time::timeout(LAST_WORDS, announced.ended()).await.is_ok() };
-        tracing::debug!(told = runtime.block_on(told), "discovery: this worker has left");
+        runtime.block_on(leave(announced));
     }
     node.shutdown();
     if let Some(traces) = traces {
@@ -217,6 +223,12 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Tells others that this worker has left. Whoever cannot be told finds out by himself.
+async fn leave(announced: Announced) {
+    let told = tokio::time::timeout(LAST_WORDS, announced.ended()).await.is_ok();
+    tracing::debug!(told, "discovery: this worker has left");
 }
 
 /// Takes no new requests, and ends the running ones after so many seconds or at a second signal. Must
@@ -239,11 +251,31 @@ fn drain(engine: Arc<NodeEngine>, leaving: Option<watch::Sender<bool>>, seconds:
     });
 }
 
-/// Loads the model and starts the workers.
-fn load(args: &ServeArgs, starting: &Starting) -> anyhow::Result<Node> {
-    let told = starting.clone();
-    let tell: Tell = Box::new(move |what| told.say(what));
-    Node::start_with(args, &NodeOptions { tell: Some(tell), ..NodeOptions::default() })
+/// Loads the model and starts the workers; none if the process is told to end before that is done. It is
+/// done on a thread of its own, since it cannot be broken off.
+fn load(
+    args: &ServeArgs,
+    starting: &Starting,
+    runtime: &tokio::runtime::Runtime,
+    signalled: &mut (impl Future<Output = ()> + Unpin),
+) -> anyhow::Result<Option<Node>> {
+    let (args, told) = (args.clone(), starting.clone());
+    let (done, loaded) = oneshot::channel();
+    let load = move || {
+        let tell: Tell = Box::new(move |what| told.say(what));
+        let options = NodeOptions { tell: Some(tell), ..NodeOptions::default() };
+        // Whoever waited has been told to end.
+        drop(done.send(Node::start_with(&args, &options)));
+    };
+    let thread = std::thread::Builder::new().name("load".to_owned());
+    thread.spawn(load).context("start the thread that loads the model")?;
+    runtime.block_on(async {
+        tokio::select! {
+            biased;
+            () = signalled => Ok(None),
+            loaded = loaded => loaded.context("load the model")?.map(Some),
+        }
+    })
 }
 
 /// The endpoints of a worker.
@@ -251,7 +283,7 @@ fn endpoints(
     args: &ServeArgs,
     settings: &[Setting],
     node: &Node,
-    traces: Option<Sampling>,
+    config: HttpConfig,
 ) -> axum::Router {
     let engine: Arc<dyn Engine> = node.engine();
     let config = HttpConfig {
@@ -260,8 +292,7 @@ fn endpoints(
         recipe_sampling: args.recipe_sampling,
         max_body_bytes: args.edge.max_body_bytes(),
         about: args.about(settings),
-        traces,
-        ..HttpConfig::default()
+        ..config
     };
     http::router(engine, node.tokenizer(), config)
 }
@@ -302,20 +333,32 @@ impl std::fmt::Display for Address {
 }
 
 /// Says who may connect where, and what to try.
-fn hint(node: &Node, mode: Mode, address: Address) {
+fn hint(node: &Node, args: &ServeArgs, address: Address) {
     if let Some(bootstrap) = node.bootstrap() {
         say(&format!("decode workers connect to {bootstrap}"));
     }
     if let Some(line) = node.published().and_then(told) {
         say(&line);
     }
-    if mode != Mode::Prefill {
-        say(&format!(
-            "try: curl {address}/v1/chat/completions -H 'content-type: application/json' \
-             -d '{{\"model\":\"{}\",\"messages\":[{{\"role\":\"user\",\"content\":\"Hi\"}}]}}'",
-            node.engine().info().model_id
-        ));
+    if args.disaggregation_mode != Mode::Prefill {
+        say(&example(args, address, &node.engine().info().model_id));
     }
+}
+
+/// A request that can be pasted into a shell; a key is not written, but taken from where it may be.
+fn example(args: &ServeArgs, address: Address, model: &str) -> String {
+    let mut line = format!("try: curl {address}/v1/chat/completions");
+    if let Some(certificate) = &args.edge.ssl_certfile {
+        let path = certificate.display().to_string().replace('\'', "'\\''");
+        line += &format!(" --cacert '{path}'");
+    }
+    if args.access.asks_for_keys() {
+        line += " -H \"authorization: Bearer $DSV4_API_KEY\"";
+    }
+    let body = format!(
+        "{{\"model\":\"{model}\",\"messages\":[{{\"role\":\"user\",\"content\":\"Hi\"}}]}}"
+    );
+    format!("{line} -H 'content-type: application/json' -d '{}'", body.replace('\'', "'\\''"))
 }
 
 /// Where routers hear what is in the cache.
@@ -440,7 +483,7 @@ async fn serve(
     stop: impl Future<Output = ()> + Send + 'static,
     drain: Duration,
 ) {
-    let (stopped, heard) = tokio::sync::oneshot::channel();
+    let (stopped, heard) = oneshot::channel();
     let stop = async move {
         stop.await;
         // Nobody listens when serving has ended by itself.
