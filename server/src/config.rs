@@ -280,6 +280,10 @@ pub struct ServeArgs {
     /// In thinking mode use temperature 1 and top-p 1 whatever was asked, as DeepSeek's API does.
     #[arg(long)]
     pub recipe_sampling: bool,
+    /// Refuse requests with fields that nobody reads, instead of naming those in the header
+    /// x-ignored-fields of the answer.
+    #[arg(long)]
+    pub strict_fields: bool,
     /// What is logged, and how.
     #[command(flatten)]
     pub log: LogArgs,

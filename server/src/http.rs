@@ -53,6 +53,7 @@ pub mod starting;
 mod stop;
 pub mod tls;
 mod tokens;
+mod unknown;
 
 use crate::engine::{Engine, Provenance};
 use crate::trace::{Sampling, Span, TraceParent, new_span_id};
@@ -103,6 +104,8 @@ pub struct HttpConfig {
     /// Whether thinking chats get deepseek-recipe's sampling (temperature 1, top-p 1 or 0.95)
     /// instead of what they ask for.
     pub recipe_sampling: bool,
+    /// Whether fields that nobody reads are refused, instead of told.
+    pub strict_fields: bool,
     /// Largest request body, bytes.
     pub max_body_bytes: usize,
     /// Longest time in which a request's head must arrive, counted from the connection's start or
@@ -131,6 +134,7 @@ impl Default for HttpConfig {
             aliases: Vec::new(),
             default_thinking: false,
             recipe_sampling: false,
+            strict_fields: false,
             max_body_bytes: MAX_BODY_BYTES,
             header_timeout: HEADER_TIMEOUT,
             body_timeout: Duration::from_secs(30),
@@ -163,6 +167,8 @@ pub struct AppState {
     open: Arc<OpenRequests>,
     /// For the one probe at a time.
     probe_slot: Semaphore,
+    /// Fields that nobody reads and that were logged.
+    ignored: unknown::Logged,
 }
 
 impl AppState {
@@ -238,6 +244,7 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
         encode_slots: Arc::new(Semaphore::new(cores)),
         open: Arc::default(),
         probe_slot: Semaphore::new(1),
+        ignored: unknown::Logged::default(),
         engine,
         tokenizer,
         config,
@@ -298,6 +305,8 @@ pub(crate) async fn discard(body: Body) {
 pub(crate) struct RequestId {
     value: HeaderValue,
     span: Option<Span>,
+    /// Fields of its body that nobody reads.
+    told: Arc<unknown::Told>,
 }
 
 impl RequestId {
@@ -316,7 +325,7 @@ impl RequestId {
             None => HeaderValue::try_from(format!("req-{}", random_id()?))
                 .map_err(|error| ApiError::internal(error.to_string()))?,
         };
-        Ok(Self { value, span: None })
+        Ok(Self { value, span: None, told: Arc::default() })
     }
 
     /// The same with its place in a trace: below what the client sends, or at the beginning of a new
@@ -376,6 +385,9 @@ async fn observe(
     let mut response = ErrorStyle::of(&path).restate(&id, next.run(request).await);
     state.config.counts.count_response(method.as_str(), &path, response.status().as_u16());
     response.headers_mut().insert(REQUEST_ID, id.header());
+    if let Some(names) = id.told.get() {
+        response.headers_mut().insert(unknown::IGNORED_FIELDS, names.clone());
+    }
     response
 }
 

@@ -290,6 +290,7 @@ fn endpoints(
         served_model_name: engine.info().model_id.clone(),
         default_thinking: args.default_thinking,
         recipe_sampling: args.recipe_sampling,
+        strict_fields: args.strict_fields,
         max_body_bytes: args.edge.max_body_bytes(),
         about: args.about(settings),
         ..config

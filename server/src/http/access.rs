@@ -185,7 +185,8 @@ async fn guard(State(access): State<Arc<Access>>, request: Request<Body>, next: 
         let headers = response.headers_mut();
         headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
         headers.append(header::VARY, HeaderValue::from_static("origin"));
-        let exposed = HeaderValue::from_static("x-request-id, request-id, retry-after");
+        let exposed =
+            HeaderValue::from_static("x-request-id, request-id, retry-after, x-ignored-fields");
         headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, exposed);
     }
     response

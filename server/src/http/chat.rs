@@ -31,8 +31,8 @@ pub(super) async fn chat_completions(
     let body = generate::read_body(&state, request).await?;
     let id = format!("chatcmpl-{}", super::random_id()?);
     let prepared = generate::prepare(&state, {
-        let id = id.clone();
-        move |state| chat_request::prepare(state, id, &body)
+        let (id, request_id) = (id.clone(), request_id.clone());
+        move |state| chat_request::prepare(state, &request_id, id, &body)
     })
     .await?;
     let head = Head { id, model: prepared.model.clone(), created: super::unix_time() };

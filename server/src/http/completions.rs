@@ -10,7 +10,7 @@ use super::open::{Answering, Names};
 use super::parse::{Failure, finite};
 use super::pieces::{Piece, PieceStream, token_text};
 use super::stop::StopMatcher;
-use super::{AppState, RequestId, cache_control, chat_request, sampling, shape, sse};
+use super::{AppState, RequestId, cache_control, chat_request, sampling, shape, sse, unknown};
 use crate::engine::{Event, FinishReason, GenerateRequest, Provenance, Usage};
 use axum::Json;
 use axum::body::Body;
@@ -47,8 +47,15 @@ pub(super) struct CompletionRequest {
 }
 
 impl CompletionRequest {
-    fn prepare(state: &AppState, id: String, body: &[u8]) -> Result<Self, ApiError> {
-        Self::read(state, id, Fields::parse(body)?)
+    fn prepare(
+        state: &AppState,
+        request_id: &RequestId,
+        id: String,
+        body: &[u8],
+    ) -> Result<Self, ApiError> {
+        let fields = Fields::parse(body)?;
+        unknown::check(state, request_id, unknown::COMPLETIONS, &fields)?;
+        Self::read(state, id, fields)
     }
 
     /// Reads the fields; takes time in proportion to the prompt.
@@ -204,8 +211,8 @@ pub(super) async fn completions(
     let body = generate::read_body(&state, request).await?;
     let id = format!("cmpl-{}", super::random_id()?);
     let prepared = generate::prepare(&state, {
-        let id = id.clone();
-        move |state| CompletionRequest::prepare(state, id, &body)
+        let (id, request_id) = (id.clone(), request_id.clone());
+        move |state| CompletionRequest::prepare(state, &request_id, id, &body)
     })
     .await?;
     let head = Head {

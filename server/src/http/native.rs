@@ -8,7 +8,7 @@ use super::error::ApiError;
 use super::fields::{Fields, kind_of};
 use super::metrics::RequestTimer;
 use super::parse::{Failure, finite};
-use super::{AppState, RequestId, choices, generate, sse};
+use super::{AppState, RequestId, choices, generate, sse, unknown};
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Extension, State};
@@ -146,6 +146,7 @@ pub(super) async fn generate(
     let start = Instant::now();
     let body = generate::read_body(&state, request).await?;
     let fields = Fields::parse(&body)?;
+    unknown::check(&state, &request_id, unknown::GENERATE, &fields)?;
     let id = match fields.string("rid")? {
         Some(rid) => rid.chars().take(128).collect(),
         None => super::random_id()?,
@@ -183,7 +184,7 @@ fn renamed(mut error: ApiError) -> ApiError {
 async fn whole(
     state: &AppState,
     head: &Head,
-    mut outputs: Vec<CompletionOutput>,
+    outputs: Vec<CompletionOutput>,
     mut timer: RequestTimer,
 ) -> Result<Response, ApiError> {
     let mut outputs = Merged::new(outputs);

@@ -19,7 +19,7 @@ use rustls::{ClientConfig, RootCertStore};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -69,14 +69,7 @@ impl Files {
     fn connector(&self, protocols: &[&[u8]]) -> TlsConnector {
         let mut roots = RootCertStore::empty();
         roots.add(CertificateDer::from_pem_file(self.cert()).unwrap()).unwrap();
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let mut config = ClientConfig::builder_with_provider(provider)
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_root_certificates(roots)
-            .with_no_client_auth();
-        config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
-        TlsConnector::from(Arc::new(config))
+        trusting(roots, protocols)
     }
 
     /// A connection to a server of these files.
@@ -89,6 +82,18 @@ impl Files {
         let name = ServerName::try_from("localhost").unwrap();
         self.connector(protocols).connect(name, stream).await
     }
+}
+
+/// A client that trusts these and offers these protocols.
+fn trusting(roots: RootCertStore, protocols: &[&[u8]]) -> TlsConnector {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let mut config = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
+    TlsConnector::from(Arc::new(config))
 }
 
 impl Drop for Files {
@@ -249,6 +254,57 @@ async fn a_renewed_certificate_is_used_and_a_bad_one_is_not() {
     tls.reload().unwrap();
     files.connect(server.address, &[]).await.unwrap();
     assert!(connect(old).await.is_err(), "the new one is in use");
+    server.finish().await;
+}
+
+#[tokio::test]
+async fn certificates_are_renewed_under_load_without_a_handshake_that_fails() {
+    let files = Files::new();
+    let tls = files.tls();
+    let server = Server::over(Edge { tls: Some(Arc::clone(&tls)), ..Edge::default() }).await;
+    let make = |_| generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+    let next: Vec<CertifiedKey<_>> = (0..8).map(make).collect();
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(files.cert()).unwrap()).unwrap();
+    next.iter().for_each(|pair| roots.add(pair.cert.der().clone()).unwrap());
+    let connector = trusting(roots, &[b"h2"]);
+    let mut before = two(files.connect(server.address, &[b"h2"]).await.unwrap()).await;
+    let (done, is_over) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicBool::new(false)));
+    let clients: Vec<_> = (0..4)
+        .map(|_| {
+            let (connector, address) = (connector.clone(), server.address);
+            let (done, is_over) = (Arc::clone(&done), Arc::clone(&is_over));
+            tokio::spawn(async move {
+                while !is_over.load(Ordering::Acquire) {
+                    let stream = TcpStream::connect(address).await.unwrap();
+                    let name = ServerName::try_from("localhost").unwrap();
+                    let mut client = two(connector.connect(name, stream).await.unwrap()).await;
+                    let answer = client.send_request(get("/health")).await.unwrap();
+                    assert_eq!(answer.status(), StatusCode::OK);
+                    done.fetch_add(1, Ordering::AcqRel);
+                }
+            })
+        })
+        .collect();
+    for CertifiedKey { cert, signing_key } in &next {
+        std::fs::write(files.cert(), cert.pem()).unwrap();
+        // Between the two files they do not fit: the old ones stay in use.
+        assert!(matches!(tls.reload(), Err(TlsError::Mismatch { .. })));
+        std::fs::write(files.key(), signing_key.serialize_pem()).unwrap();
+        tls.reload().unwrap();
+        let seen = done.load(Ordering::Acquire);
+        while done.load(Ordering::Acquire) < seen + 8 {
+            tokio::task::yield_now().await;
+        }
+        files.connect(server.address, &[b"h2"]).await.expect("the new one is in use");
+    }
+    is_over.store(true, Ordering::Release);
+    for client in clients {
+        client.await.expect("no handshake failed");
+    }
+    let answer = before.send_request(get("/health")).await.unwrap();
+    assert_eq!(answer.status(), StatusCode::OK, "open connections go on");
+    drop(before);
     server.finish().await;
 }
 

@@ -852,6 +852,56 @@ async fn shutdown_finishes_streams_and_takes_no_new_connection() {
 }
 
 #[tokio::test]
+async fn fields_that_nobody_reads_are_told_or_refused() {
+    let server = Server::start().await;
+    let bodies = [
+        (CHAT, chat()),
+        (COMPLETIONS, json!({"prompt": "p"})),
+        ("/v1/messages", with(chat(), &json!({"max_tokens": 5}))),
+        ("/v1/messages/count_tokens", chat()),
+        ("/tokenize", json!({"prompt": "p"})),
+        ("/detokenize", json!({"tokens": [1]})),
+        ("/v1/responses", json!({"input": "Hi"})),
+        ("/generate", json!({"text": "p"})),
+    ];
+    let odd = json!({"max_token": 3, "x\r\ny": 1, "absent": null, "stream": false});
+    let stray = "x??y";
+    for (path, body) in &bodies {
+        let generates = !path.ends_with("tokens") && !path.ends_with("tokenize");
+        for request in [body.clone(), with(body.clone(), &odd)] {
+            if generates {
+                server.plan_tokens(&tokens("one"), FinishReason::Stop);
+            }
+            let answer = server.client.post(path, &request).await;
+            assert_eq!(answer.status, 200, "{path}: {}", answer.text());
+            let told = request.get("max_token").map(|_| format!("max_token, {stray}"));
+            assert_eq!(answer.header("x-ignored-fields"), told.as_deref(), "{path}");
+        }
+    }
+    // Told of a request that is refused for something else, and of a stream.
+    let wrong = with(chat(), &json!({"temprature": 1, "top_p": 7}));
+    let answer = server.client.post(CHAT, &wrong).await;
+    assert_eq!(
+        (answer.status.as_u16(), answer.header("x-ignored-fields")),
+        (400, Some("temprature"))
+    );
+    server.finish().await;
+    let server = Server::with(|config| config.strict_fields = true).await;
+    for (path, body) in &bodies {
+        let request = with(body.clone(), &json!({"max_tokns": 3}));
+        let answer = server.client.post(path, &request).await;
+        assert_eq!(answer.status, 400, "{path}");
+        let text = answer.text();
+        assert!(text.contains("max_tokns is not known here"), "{text}");
+        let near = !matches!(*path, "/v1/responses" | "/generate" | "/detokenize");
+        assert_eq!(text.contains("; is max_tokens meant?"), near, "{path}: {text}");
+    }
+    server.plan_tokens(&tokens("one"), FinishReason::Stop);
+    assert_eq!(server.client.post(CHAT, &chat()).await.status, 200);
+    server.finish().await;
+}
+
+#[tokio::test]
 async fn cache_is_flushed_as_far_as_was_asked_for() {
     let server = Server::start().await;
     for (query, on_disk) in [("", 0), ("?storage=false", 0), ("?storage=true", 7)] {
