@@ -296,9 +296,14 @@ fn origin(error: &clap::Error, below: &[Setting]) -> Option<String> {
     Some(format!("--{flag} comes from {}\n", setting.source))
 }
 
-/// What to give where something is missing; only a router wants something.
+/// What to give where a router's workers are missing.
 fn missing(error: &clap::Error) -> Option<String> {
-    (error.kind() == ErrorKind::MissingRequiredArgument).then(|| NO_WORKERS.to_owned())
+    let Some(ContextValue::Strings(missing)) = error.get(ContextKind::InvalidArg) else {
+        return None;
+    };
+    let is_missing = error.kind() == ErrorKind::MissingRequiredArgument
+        && missing.iter().any(|argument| argument.starts_with("--worker "));
+    is_missing.then(|| NO_WORKERS.to_owned())
 }
 
 /// Flags of a command by their long names.
@@ -482,6 +487,23 @@ mod tests {
 
     fn said(result: Result<Layered, LayerError>) -> String {
         result.expect_err("it is refused").to_string()
+    }
+
+    #[test]
+    fn a_router_without_workers_says_what_to_give() {
+        let text = said(layered("router --port 7", &[], ""));
+        for way in [
+            "server router --worker http://",
+            "server router --discovery etcd://",
+            "server router --registry-port ",
+        ] {
+            assert!(text.contains(way), "{text}");
+        }
+        for other in ["--ssl-certfile a", "router --worker http://a:1 --ssl-certfile a"] {
+            let text = said(layered(other, &[], ""));
+            assert!(text.contains("--ssl-keyfile") && !text.contains("server router --"), "{text}");
+        }
+        assert!(layered("router --worker http://a:1", &[], "").is_ok());
     }
 
     #[test]
