@@ -150,7 +150,7 @@ mod tests {
                 for step in ways.handle(way, news) {
                     match step {
                         Step::Connect(way) => {
-                            assert!(!std::mem::replace(&mut kept[way as usize], true))
+                            assert!(!std::mem::replace(&mut kept[way as usize], true));
                         }
                         Step::Disconnect(way) => {
                             assert!(std::mem::replace(&mut kept[way as usize], false));
