@@ -138,6 +138,12 @@ impl AccessArgs {
     pub fn access(&self) -> Result<Access, AccessError> {
         Access::new(&self.api_key, self.api_key_file.as_deref(), &self.allow_origins)
     }
+
+    /// Whether a request must bring a key.
+    #[must_use]
+    pub fn asks_for_keys(&self) -> bool {
+        !self.api_key.is_empty() || self.api_key_file.is_some()
+    }
 }
 
 /// Flags of a worker process.
@@ -274,6 +280,10 @@ pub struct ServeArgs {
     /// In thinking mode use temperature 1 and top-p 1 whatever was asked, as DeepSeek's API does.
     #[arg(long)]
     pub recipe_sampling: bool,
+    /// Refuse requests with fields that nobody reads, instead of naming those in the header
+    /// x-ignored-fields of the answer.
+    #[arg(long)]
+    pub strict_fields: bool,
     /// What is logged, and how.
     #[command(flatten)]
     pub log: LogArgs,

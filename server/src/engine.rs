@@ -370,8 +370,26 @@ pub struct Flushed {
     pub stored_objects: u64,
 }
 
+/// What came of a flush.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FlushReport {
+    /// In this process.
+    pub here: Flushed,
+    /// At the prefill workers of a decode worker, which it passed the order on to.
+    pub peers: Vec<PeerFlushed>,
+}
+
+/// What came of a flush at a prefill worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerFlushed {
+    /// Its address, as the decode worker connects to it.
+    pub address: String,
+    /// What it gave up, or why it is not known to have done so.
+    pub outcome: Result<Flushed, String>,
+}
+
 /// The numbers of a flush, once every worker has done it.
-pub type Flushing = Pin<Box<dyn Future<Output = Flushed> + Send>>;
+pub type Flushing = Pin<Box<dyn Future<Output = FlushReport> + Send>>;
 
 /// A worker as the HTTP side sees it.
 pub trait Engine: Send + Sync + fmt::Debug {

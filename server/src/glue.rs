@@ -5,6 +5,7 @@ pub mod handoff;
 pub mod hash;
 pub mod mover;
 pub mod objects;
+pub mod order;
 pub mod payload;
 pub mod pools;
 pub mod regions;

@@ -27,6 +27,7 @@ mod chat;
 mod chat_request;
 mod choices;
 mod completions;
+mod counts;
 pub mod error;
 mod fields;
 mod format;
@@ -52,16 +53,19 @@ pub mod starting;
 mod stop;
 pub mod tls;
 mod tokens;
+mod unknown;
 
 use crate::engine::{Engine, Provenance};
 use crate::trace::{Sampling, Span, TraceParent, new_span_id};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
-use axum::http::{HeaderName, HeaderValue, Method};
+use axum::http::{HeaderName, HeaderValue};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+pub use counts::HttpCounts;
+pub(crate) use counts::{Responses, is_probe};
 use dsv4_model::text::Tokenizer;
 use error::{ApiError, ErrorStyle};
 use fields::Fields;
@@ -100,6 +104,8 @@ pub struct HttpConfig {
     /// Whether thinking chats get deepseek-recipe's sampling (temperature 1, top-p 1 or 0.95)
     /// instead of what they ask for.
     pub recipe_sampling: bool,
+    /// Whether fields that nobody reads are refused, instead of told.
+    pub strict_fields: bool,
     /// Largest request body, bytes.
     pub max_body_bytes: usize,
     /// Longest time in which a request's head must arrive, counted from the connection's start or
@@ -117,6 +123,8 @@ pub struct HttpConfig {
     pub probe_timeout: Duration,
     /// What `/server_info` says about the process.
     pub about: About,
+    /// Where responses are counted, for the metrics; shared with what answers before the endpoints.
+    pub counts: Arc<HttpCounts>,
 }
 
 impl Default for HttpConfig {
@@ -126,6 +134,7 @@ impl Default for HttpConfig {
             aliases: Vec::new(),
             default_thinking: false,
             recipe_sampling: false,
+            strict_fields: false,
             max_body_bytes: MAX_BODY_BYTES,
             header_timeout: HEADER_TIMEOUT,
             body_timeout: Duration::from_secs(30),
@@ -134,6 +143,7 @@ impl Default for HttpConfig {
             traces: None,
             probe_timeout: Duration::from_secs(20),
             about: About::default(),
+            counts: Arc::default(),
         }
     }
 }
@@ -157,6 +167,8 @@ pub struct AppState {
     open: Arc<OpenRequests>,
     /// For the one probe at a time.
     probe_slot: Semaphore,
+    /// Fields that nobody reads and that were logged.
+    ignored: unknown::Logged,
 }
 
 impl AppState {
@@ -228,10 +240,11 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
         chat: ChatEncoder::new(&tokenizer, &names, config.default_thinking),
         longest_token: longest_token(&tokenizer),
         bos_token: tokenizer.token_id("<｜begin▁of▁sentence｜>"),
-        metrics: Arc::new(HttpMetrics::new(&config.served_model_name)),
+        metrics: Arc::new(HttpMetrics::new(&config.served_model_name, Arc::clone(&config.counts))),
         encode_slots: Arc::new(Semaphore::new(cores)),
         open: Arc::default(),
         probe_slot: Semaphore::new(1),
+        ignored: unknown::Logged::default(),
         engine,
         tokenizer,
         config,
@@ -292,6 +305,8 @@ pub(crate) async fn discard(body: Body) {
 pub(crate) struct RequestId {
     value: HeaderValue,
     span: Option<Span>,
+    /// Fields of its body that nobody reads.
+    told: Arc<unknown::Told>,
 }
 
 impl RequestId {
@@ -310,7 +325,7 @@ impl RequestId {
             None => HeaderValue::try_from(format!("req-{}", random_id()?))
                 .map_err(|error| ApiError::internal(error.to_string()))?,
         };
-        Ok(Self { value, span: None })
+        Ok(Self { value, span: None, told: Arc::default() })
     }
 
     /// The same with its place in a trace: below what the client sends, or at the beginning of a new
@@ -366,16 +381,13 @@ async fn observe(
         Err(error) => return error.into_response(),
     };
     request.extensions_mut().insert(id.clone());
-    let method = match *request.method() {
-        Method::GET | Method::HEAD | Method::POST => request.method().to_string(),
-        // Methods are free text; the number of label values must not be.
-        _ => "other".to_owned(),
-    };
-    let path = known_path(request.uri().path());
-    let style = ErrorStyle::of(request.uri().path());
-    let mut response = style.restate(&id, next.run(request).await);
-    state.metrics.count_response(&method, path, response.status().as_u16());
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let mut response = ErrorStyle::of(&path).restate(&id, next.run(request).await);
+    state.config.counts.count_response(method.as_str(), &path, response.status().as_u16());
     response.headers_mut().insert(REQUEST_ID, id.header());
+    if let Some(names) = id.told.get() {
+        response.headers_mut().insert(unknown::IGNORED_FIELDS, names.clone());
+    }
     response
 }
 

@@ -14,14 +14,13 @@ use dsv4_server::http::{self, Edge, HEADER_TIMEOUT, HttpConfig};
 use dsv4_server::node::found::{self, Announced};
 use dsv4_server::node::{Node, NodeEngine, NodeOptions, Published, Tell};
 use dsv4_server::router::{ReverseProxy, RouterConfig};
-use dsv4_server::trace::Sampling;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use tracing_subscriber::Layer as _;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
@@ -171,29 +170,35 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
     let listener = runtime.block_on(listen(&args.host, args.port))?;
     let address = listener.local_addr().context("read the port that was given")?;
     let address = Address { scheme: scheme(&edge), socket: address };
+    let counts = Arc::clone(&edge.counts);
     // Whoever asks while the model is loaded is told so.
-    let starting = Starting::new("loading the model");
-    let (begin_stop, stopped) = tokio::sync::oneshot::channel();
+    let starting = Starting::counted("loading the model", Arc::clone(&counts));
+    let (begin_stop, stopped) = oneshot::channel();
     let served = {
-        let app = http::access::protect(starting.app(), access);
+        let app = http::access::protect(starting.app(), access.counted(Arc::clone(&counts)));
         // The sender lives until serving is to stop.
         let stop = async { drop(stopped.await) };
         runtime.spawn(serve(listener, app, edge, stop, Duration::from_secs(args.drain_timeout)))
     };
-    let mut node = load(args, &starting)?;
+    // A signal is heard from here on: also while the model is loaded, and as soon as the line is read that
+    // says that the worker is ready.
+    let mut signalled = {
+        let _context = runtime.enter();
+        Box::pin(terminated())
+    };
+    let Some(mut node) = load(args, &starting, &runtime, &mut signalled)? else {
+        tracing::info!("stopped by a signal while the model was loaded; nothing was served");
+        return Ok(());
+    };
     join(&node, args.disaggregation_mode, &runtime)?;
     if let Some(traces) = &traces {
         node.engine().record(&traces.sender);
     }
     let sampling = traces.as_ref().map(|traces| traces.sampling);
-    starting.hand_over(endpoints(args, settings, &node, sampling));
-    // A signal that comes as soon as the line below is read is heard.
-    let signalled = {
-        let _context = runtime.enter();
-        terminated()
-    };
+    let config = HttpConfig { traces: sampling, counts, ..HttpConfig::default() };
+    starting.hand_over(endpoints(args, settings, &node, config));
     announce(&node, &runtime, address);
-    hint(&node, args.disaggregation_mode, address);
+    hint(&node, args, address);
     let address = address.socket;
     let announced = {
         let _context = runtime.enter();
@@ -210,9 +215,7 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
     };
     runtime.block_on(served).context("serve HTTP")?;
     if let Some(announced) = announced {
-        // Whoever cannot be told finds out by himself.
-        let told = async { tokio::time::timeout(LAST_WORDS, announced.ended()).await.is_ok() };
-        tracing::debug!(told = runtime.block_on(told), "discovery: this worker has left");
+        runtime.block_on(leave(announced));
     }
     node.shutdown();
     if let Some(traces) = traces {
@@ -220,6 +223,12 @@ fn run_worker(args: &ServeArgs, settings: &[Setting], unknown: &[String]) -> any
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Tells others that this worker has left. Whoever cannot be told finds out by himself.
+async fn leave(announced: Announced) {
+    let told = tokio::time::timeout(LAST_WORDS, announced.ended()).await.is_ok();
+    tracing::debug!(told, "discovery: this worker has left");
 }
 
 /// Takes no new requests, and ends the running ones after so many seconds or at a second signal. Must
@@ -242,11 +251,31 @@ fn drain(engine: Arc<NodeEngine>, leaving: Option<watch::Sender<bool>>, seconds:
     });
 }
 
-/// Loads the model and starts the workers.
-fn load(args: &ServeArgs, starting: &Starting) -> anyhow::Result<Node> {
-    let told = starting.clone();
-    let tell: Tell = Box::new(move |what| told.say(what));
-    Node::start_with(args, &NodeOptions { tell: Some(tell), ..NodeOptions::default() })
+/// Loads the model and starts the workers; none if the process is told to end before that is done. It is
+/// done on a thread of its own, since it cannot be broken off.
+fn load(
+    args: &ServeArgs,
+    starting: &Starting,
+    runtime: &tokio::runtime::Runtime,
+    signalled: &mut (impl Future<Output = ()> + Unpin),
+) -> anyhow::Result<Option<Node>> {
+    let (args, told) = (args.clone(), starting.clone());
+    let (done, loaded) = oneshot::channel();
+    let load = move || {
+        let tell: Tell = Box::new(move |what| told.say(what));
+        let options = NodeOptions { tell: Some(tell), ..NodeOptions::default() };
+        // Whoever waited has been told to end.
+        drop(done.send(Node::start_with(&args, &options)));
+    };
+    let thread = std::thread::Builder::new().name("load".to_owned());
+    thread.spawn(load).context("start the thread that loads the model")?;
+    runtime.block_on(async {
+        tokio::select! {
+            biased;
+            () = signalled => Ok(None),
+            loaded = loaded => loaded.context("load the model")?.map(Some),
+        }
+    })
 }
 
 /// The endpoints of a worker.
@@ -254,25 +283,25 @@ fn endpoints(
     args: &ServeArgs,
     settings: &[Setting],
     node: &Node,
-    traces: Option<Sampling>,
+    config: HttpConfig,
 ) -> axum::Router {
     let engine: Arc<dyn Engine> = node.engine();
     let config = HttpConfig {
         served_model_name: engine.info().model_id.clone(),
         default_thinking: args.default_thinking,
         recipe_sampling: args.recipe_sampling,
+        strict_fields: args.strict_fields,
         max_body_bytes: args.edge.max_body_bytes(),
         about: args.about(settings),
-        traces,
-        ..HttpConfig::default()
+        ..config
     };
     http::router(engine, node.tokenizer(), config)
 }
 
 /// How connections are treated. A certificate is read again whenever the process gets SIGHUP.
 fn edge(args: &EdgeArgs, runtime: &tokio::runtime::Runtime) -> anyhow::Result<Edge> {
-    let tls = args.tls()?.map(Arc::new);
-    if let Some(tls) = tls.clone() {
+    let edge = args.edge()?;
+    if let Some(tls) = edge.tls.clone() {
         let _context = runtime.enter();
         let mut hangup = signal(SignalKind::hangup()).context("hear SIGHUP")?;
         runtime.spawn(async move {
@@ -284,7 +313,7 @@ fn edge(args: &EdgeArgs, runtime: &tokio::runtime::Runtime) -> anyhow::Result<Ed
             }
         });
     }
-    Ok(Edge { tls, ..Edge::default() })
+    Ok(edge)
 }
 
 fn scheme(edge: &Edge) -> &'static str {
@@ -305,20 +334,32 @@ impl std::fmt::Display for Address {
 }
 
 /// Says who may connect where, and what to try.
-fn hint(node: &Node, mode: Mode, address: Address) {
+fn hint(node: &Node, args: &ServeArgs, address: Address) {
     if let Some(bootstrap) = node.bootstrap() {
         say(&format!("decode workers connect to {bootstrap}"));
     }
     if let Some(line) = node.published().and_then(told) {
         say(&line);
     }
-    if mode != Mode::Prefill {
-        say(&format!(
-            "try: curl {address}/v1/chat/completions -H 'content-type: application/json' \
-             -d '{{\"model\":\"{}\",\"messages\":[{{\"role\":\"user\",\"content\":\"Hi\"}}]}}'",
-            node.engine().info().model_id
-        ));
+    if args.disaggregation_mode != Mode::Prefill {
+        say(&example(args, address, &node.engine().info().model_id));
     }
+}
+
+/// A request that can be pasted into a shell; a key is not written, but taken from where it may be.
+fn example(args: &ServeArgs, address: Address, model: &str) -> String {
+    let mut line = format!("try: curl {address}/v1/chat/completions");
+    if let Some(certificate) = &args.edge.ssl_certfile {
+        let path = certificate.display().to_string().replace('\'', "'\\''");
+        line += &format!(" --cacert '{path}'");
+    }
+    if args.access.asks_for_keys() {
+        line += " -H \"authorization: Bearer $DSV4_API_KEY\"";
+    }
+    let body = format!(
+        "{{\"model\":\"{model}\",\"messages\":[{{\"role\":\"user\",\"content\":\"Hi\"}}]}}"
+    );
+    format!("{line} -H 'content-type: application/json' -d '{}'", body.replace('\'', "'\\''"))
 }
 
 /// Where routers hear what is in the cache.
@@ -387,7 +428,9 @@ fn run_router(args: &RouterArgs, settings: &[Setting], unknown: &[String]) -> an
     let edge = edge(&args.edge, &runtime)?;
     runtime.block_on(async {
         let traces = args.trace.traces("router")?;
-        let mut config = RouterConfig { traces: traces.clone(), ..args.router_config() };
+        let counts = Arc::clone(&edge.counts);
+        let access = access.counted(Arc::clone(&counts));
+        let mut config = RouterConfig { traces: traces.clone(), counts, ..args.router_config() };
         config.about.flags = settings.to_vec();
         let router = ReverseProxy::new(config)?;
         let listener = listen(&args.host, args.port).await?;
@@ -441,7 +484,7 @@ async fn serve(
     stop: impl Future<Output = ()> + Send + 'static,
     drain: Duration,
 ) {
-    let (stopped, heard) = tokio::sync::oneshot::channel();
+    let (stopped, heard) = oneshot::channel();
     let stop = async move {
         stop.await;
         // Nobody listens when serving has ended by itself.

@@ -1,18 +1,20 @@
 //! A worker process put together: model, workers, hand-off, and the engine that HTTP talks to.
 
 mod cache;
+mod flush;
 pub mod found;
 mod health;
 mod load;
 mod memory;
 mod numbers;
 pub mod peers;
+mod ways;
 
 use crate::clock::{Clock, unix_seconds};
 use crate::config::{Backend, ConfigError, Mode, ServeArgs};
 use crate::engine::{
-    CancelOnDrop, Engine, EngineInfo, Flushed, Flushing, GenerateRequest, Generation, Health,
-    Stats, SubmitError,
+    CancelOnDrop, Engine, EngineInfo, Flushing, GenerateRequest, Generation, Health, Stats,
+    SubmitError,
 };
 use crate::glue::handoff::PageVerifier;
 use crate::glue::mover::Reports;
@@ -37,6 +39,7 @@ use kv_pool::{Fingerprint, Geometry};
 pub use load::Tell;
 use numbers::{metrics_of, view_of};
 use pd_transfer::driver::{Driver, DriverConfig, DriverHandle, Verifier};
+use pd_transfer::endpoint::Upcall;
 use pd_transfer::inprocess::InProcessNet;
 use pd_transfer::shm::{Shm, has_foreign_file};
 use pd_transfer::tcp::Tcp;
@@ -227,31 +230,8 @@ impl Engine for NodeEngine {
     }
 
     fn flush_cache(&self, stores: bool) -> Flushing {
-        let ask = |worker: &WorkerHandle| {
-            let (done, answer) = tokio::sync::oneshot::channel();
-            // A worker that has ended keeps nothing.
-            drop(worker.inbox.send(WorkerMsg::Flush { stores, done }));
-            answer
-        };
-        let answers: Vec<_> = self.workers.iter().map(ask).collect();
-        Box::pin(async move {
-            let mut parts = Vec::with_capacity(answers.len());
-            for answer in answers {
-                parts.push(answer.await.unwrap_or_default());
-            }
-            sum_of(&parts)
-        })
+        flush::flush(&self.workers, stores)
     }
-}
-
-/// Sums over workers.
-fn sum_of(parts: &[Flushed]) -> Flushed {
-    parts.iter().fold(Flushed::default(), |sum, part| Flushed {
-        blocks: sum.blocks + part.blocks,
-        boundaries: sum.boundaries + part.boundaries,
-        host_objects: sum.host_objects + part.host_objects,
-        stored_objects: sum.stored_objects + part.stored_objects,
-    })
 }
 
 /// A running process: model, workers and hand-off.
@@ -588,6 +568,9 @@ fn random_incarnation() -> anyhow::Result<Incarnation> {
     Ok(Incarnation(bytes))
 }
 
+/// Hears the news of a driver before its worker does.
+type Hear = Arc<dyn Fn(&Upcall) + Send + Sync>;
+
 /// A worker that is put together and not yet running.
 struct Draft {
     role: Role,
@@ -660,7 +643,7 @@ impl<'a> Assembly<'a> {
         draft: &mut Draft,
         name: &'static str,
         factory: TransportFactory,
-        listen: Option<String>,
+        (listen, hear): (Option<String>, Option<Hear>),
     ) -> anyhow::Result<()> {
         let parts = &self.parts;
         let role = match draft.role {
@@ -695,6 +678,7 @@ impl<'a> Assembly<'a> {
         };
         let (inbox, driver) = (draft.inbox.clone(), draft.drivers.len());
         let upcalls = Arc::new(move |upcall| {
+            hear.iter().for_each(|hear| hear(&upcall));
             // A worker that has ended needs no news.
             drop(inbox.send(WorkerMsg::Upcall { driver, upcall }));
         });
@@ -743,10 +727,11 @@ impl<'a> Assembly<'a> {
         let net = InProcessNet::new();
         let address = "prefill".to_owned();
         let mut prefill = self.draft(Role::Prefill)?;
-        self.drive(&mut prefill, "in-process", net.factory(), Some(address.clone()))?;
+        self.drive(&mut prefill, "in-process", net.factory(), (Some(address.clone()), None))?;
         self.launch(prefill)?;
         let mut decode = self.draft(Role::Decode)?;
-        self.drive(&mut decode, "in-process", net.factory(), None)?;
+        self.drive(&mut decode, "in-process", net.factory(), (None, None))?;
+        decode.shared.expect_peer(&address, &address);
         decode.drivers[0].1.connect(&address).context("connect the two workers")?;
         self.launch(decode)
     }
@@ -758,7 +743,7 @@ impl<'a> Assembly<'a> {
         if backend != Backend::Shm {
             let listen = format!("{}:{port}", args.host);
             let (name, factory) = by_socket(backend, &draft.ucx);
-            self.drive(&mut draft, name, factory, Some(listen))?;
+            self.drive(&mut draft, name, factory, (Some(listen), None))?;
             port = draft.drivers[0]
                 .1
                 .listen_address()
@@ -777,7 +762,13 @@ impl<'a> Assembly<'a> {
                 "a file that is no socket lies there: TCP only, no shared memory"
             );
         } else if matches!(backend, Backend::Auto | Backend::Shm) {
-            self.drive(&mut draft, "shm", Shm::factory(1), Some(socket))?;
+            let opened = self.drive(&mut draft, "shm", Shm::factory(1), (Some(socket), None));
+            match opened {
+                Err(error) if backend == Backend::Auto => {
+                    tracing::warn!("TCP only, no shared memory: {error:#}");
+                }
+                done => done?,
+            }
         }
         self.bootstrap = Some(format!("{}:{port}", args.host));
         self.launch(draft)

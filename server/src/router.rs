@@ -15,7 +15,7 @@ mod view;
 mod workers;
 
 use crate::http::error::{ApiError, ErrorStyle};
-use crate::http::{About, MAX_BODY_BYTES, RequestId, known_path, no_path, page, wrong_method};
+use crate::http::{About, HttpCounts, MAX_BODY_BYTES, RequestId, no_path, page, wrong_method};
 use crate::net::discovery::{
     self, Change, DiscoveryUrl, Leases, Listening, Member, Members, Notice, Pace,
 };
@@ -63,6 +63,8 @@ pub struct RouterConfig {
     pub traces: Option<Traces>,
     /// What `/server_info` says about the process.
     pub about: About,
+    /// Where responses are counted, for the metrics; shared with what answers before the endpoints.
+    pub counts: Arc<HttpCounts>,
 }
 
 impl Default for RouterConfig {
@@ -80,6 +82,7 @@ impl Default for RouterConfig {
             retry_after_s: 1,
             traces: None,
             about: About::default(),
+            counts: Arc::default(),
         }
     }
 }
@@ -107,6 +110,8 @@ pub(crate) struct RouterState {
     pub(crate) client: ProxyClient,
     /// Requests that may still be taken.
     pub(crate) slots: Arc<Semaphore>,
+    /// A random name of this process, by which it knows itself when it asks itself.
+    pub(crate) instance: String,
     /// What lists of workers have said.
     members: Mutex<Members>,
     /// Those that have registered here.
@@ -121,7 +126,7 @@ impl RouterState {
 
     /// Asks a worker for its health and takes in what it says.
     async fn check(&self, worker: &Worker) {
-        let found = proxy::check(&self.client, worker, self.config.health_timeout).await;
+        let found = proxy::check(self, worker).await;
         self.workers.take_in(worker, found.0, found.1);
     }
 }
@@ -151,11 +156,15 @@ impl ReverseProxy {
         let workers = Workers::new(&config.workers, config.choice, HashKey(key))?;
         let members = Mutex::new(Members::new(Listening::Front, config.grace));
         let leases = Mutex::default();
+        let mut name = [0; 8];
+        getrandom::fill(&mut name).map_err(|error| RouterError::NoRandom(error.to_string()))?;
+        let instance = format!("{:016x}", u64::from_be_bytes(name));
         let client = proxy::client(config.health_timeout);
         let slots =
             Arc::new(Semaphore::new(config.max_queued_requests.min(Semaphore::MAX_PERMITS)));
         let is_draining = AtomicBool::new(false);
-        let state = RouterState { config, workers, client, slots, members, leases, is_draining };
+        let state =
+            RouterState { config, workers, client, slots, instance, members, leases, is_draining };
         Ok(Self(Arc::new(state)))
     }
 
@@ -205,8 +214,7 @@ impl ReverseProxy {
             futures_util::future::join_all(checks).await;
         } else {
             // In their order, whoever answers first: the first one's model is that of all.
-            let limit = state.config.health_timeout;
-            let checks = all.iter().map(|worker| proxy::check(&state.client, worker, limit));
+            let checks = all.iter().map(|worker| proxy::check(state, worker));
             let found = futures_util::future::join_all(checks).await;
             for (worker, (found, facts)) in all.iter().zip(found) {
                 state.workers.take_in(worker, found, facts);
@@ -302,10 +310,15 @@ async fn observe(
         Err(error) => return error.into_response(),
     };
     request.extensions_mut().insert(id.clone());
-    let path = known_path(request.uri().path());
-    let style = ErrorStyle::of(request.uri().path());
-    let mut response = style.restate(&id, next.run(request).await);
-    state.workers.count_response(path, response.status().as_u16());
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    // /health asks nobody, and is how a router finds out that it asks itself.
+    let response = if path != "/health" && proxy::is_loop(&state, request.headers()) {
+        ApiError::going_round().into_response()
+    } else {
+        next.run(request).await
+    };
+    let mut response = ErrorStyle::of(&path).restate(&id, response);
+    state.config.counts.count_response(method.as_str(), &path, response.status().as_u16());
     response.headers_mut().insert(crate::http::REQUEST_ID, id.header());
     response
 }

@@ -5,12 +5,15 @@ pub mod cache;
 pub mod events;
 pub mod faults;
 pub mod heartbeat;
+pub mod order;
 mod pages;
 mod pair;
 mod prefix;
 mod probe;
 mod pull;
 mod push;
+mod reach;
+mod refusal;
 mod sequence;
 mod step;
 pub mod waiting;
@@ -31,6 +34,7 @@ use events::KvEvents;
 use faults::{FaultEvent, Faults};
 use heartbeat::Heartbeat;
 use kv_pool::{Fingerprint, PoolKind};
+use order::OrderNews;
 pub use pages::need;
 use pd_transfer::driver::{DriverGone, DriverHandle};
 use pd_transfer::endpoint::Upcall;
@@ -39,6 +43,7 @@ use pd_transfer::wire::AttemptId;
 pub use prefix::BOUNDARY_WINDOWS;
 use prefix::Prefixes;
 pub use push::OFFER_PAGES;
+use reach::Reaches;
 use sequence::{Origin, Sequence, State};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -135,6 +140,13 @@ pub enum WorkerMsg {
         /// Where the numbers go.
         done: tokio::sync::oneshot::Sender<Flushed>,
     },
+    /// Tell prefill workers to forget what they keep.
+    PassFlush {
+        /// In the stores too.
+        stores: bool,
+        /// Where it is told how that fares; closed when all have answered.
+        news: UnboundedSender<OrderNews>,
+    },
     /// End the thread.
     Stop,
 }
@@ -224,18 +236,9 @@ pub struct Shared {
     /// Signs of life of the thread.
     pub heartbeat: Heartbeat,
     refusal: Mutex<Option<String>>,
-    /// How it went when peers were tried last, by address.
-    unreached: Mutex<BTreeMap<String, Reach>>,
+    /// Whether the prefill workers that this one is to have are there.
+    reach: Reaches,
     snapshot: Mutex<Snapshot>,
-}
-
-/// How it went when a peer was tried last.
-#[derive(Debug, Default)]
-struct Reach {
-    /// It was connected at least once.
-    was_there: bool,
-    /// Why it is not.
-    why: Option<String>,
 }
 
 impl Shared {
@@ -246,33 +249,6 @@ impl Shared {
         let is_new = kept.as_ref() != Some(&text);
         *kept = Some(text);
         is_new
-    }
-
-    /// The same for a peer that could not be reached; of one that was there before it is no news.
-    fn note_unreached(&self, address: &str, text: &str) -> bool {
-        let text = format!("{address}: {text}");
-        let mut kept = self.unreached.lock().unwrap_or_else(PoisonError::into_inner);
-        let entry = kept.entry(address.to_owned()).or_default();
-        let is_news = !entry.was_there && entry.why.as_ref() != Some(&text);
-        entry.why = Some(text);
-        is_news
-    }
-
-    /// Why a decode worker is connected to no prefill worker yet.
-    #[must_use]
-    pub fn why_alone(&self) -> String {
-        self.refusal().unwrap_or_else(|| {
-            let kept = self.unreached.lock().unwrap_or_else(PoisonError::into_inner);
-            let why: Vec<&str> = kept.values().filter_map(|reach| reach.why.as_deref()).collect();
-            let colon = if why.is_empty() { "" } else { ": " };
-            format!("no prefill worker is connected yet{colon}{}", why.join("; "))
-        })
-    }
-
-    /// A peer was reached.
-    fn reached(&self, address: &str) {
-        let mut kept = self.unreached.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.insert(address.to_owned(), Reach { was_there: true, why: None });
     }
 
     fn clear_refusal(&self) {
@@ -337,6 +313,8 @@ pub struct Worker {
     /// Which driver each attempt goes through.
     routes: BTreeMap<AttemptId, usize>,
     lent: BTreeMap<AttemptId, push::Lent>,
+    /// Orders to prefill workers that are not answered.
+    orders: BTreeMap<AttemptId, order::Pending>,
     peers: BTreeMap<PeerKey, Peer>,
     link: Option<Link>,
     shared: Arc<Shared>,
@@ -398,6 +376,7 @@ impl Worker {
             attempts: BTreeMap::new(),
             routes: BTreeMap::new(),
             lent: BTreeMap::new(),
+            orders: BTreeMap::new(),
             peers: BTreeMap::new(),
             link: None,
             shared,
@@ -492,6 +471,7 @@ impl Worker {
                 let _ = done.send(self.flush(stores));
                 self.tell_flushed();
             }
+            WorkerMsg::PassFlush { stores, news } => self.pass_flush(stores, &news),
             WorkerMsg::Stop => {}
         }
     }

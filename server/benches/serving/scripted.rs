@@ -10,7 +10,7 @@ use axum::routing::post;
 use dsv4_model::sample::Sampled;
 use dsv4_model::text::Tokenizer;
 use dsv4_server::engine::{
-    CancelOnDrop, Engine, EngineInfo, Event, FinishReason, Flushed, Flushing, GenerateRequest,
+    CancelOnDrop, Engine, EngineInfo, Event, FinishReason, FlushReport, Flushing, GenerateRequest,
     Generation, Health, Stats, SubmitError, Usage,
 };
 use dsv4_server::http::{HttpConfig, router, serve as serve_http};
@@ -81,8 +81,7 @@ impl Engine for Scripted {
     }
 
     fn flush_cache(&self, _: bool) -> Flushing {
-        let flushed = Flushed { blocks: 0, boundaries: 0, host_objects: 0, stored_objects: 0 };
-        Box::pin(async move { flushed })
+        Box::pin(async { FlushReport::default() })
     }
 }
 

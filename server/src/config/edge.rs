@@ -2,10 +2,12 @@
 
 use super::layers::Setting;
 use super::{Mode, ServeArgs};
-use crate::http::About;
 use crate::http::tls::{Tls, TlsError};
+use crate::http::{About, Edge};
 use clap::Args;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 /// Flags about what comes in over HTTP.
 #[derive(Clone, Debug, Args)]
@@ -20,6 +22,10 @@ pub struct EdgeArgs {
     /// Largest request body, MiB; a larger one gets 413.
     #[arg(long, default_value_t = 32, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub max_body_mib: u32,
+    /// Longest time for which a client may take nothing of an answer that waits for it, seconds; then the
+    /// answer is given up and its request ends. 0 for no limit.
+    #[arg(long, default_value_t = 60, value_name = "SECONDS")]
+    pub send_timeout: u64,
 }
 
 impl EdgeArgs {
@@ -32,6 +38,16 @@ impl EdgeArgs {
             (Some(cert), Some(key)) => Tls::open(cert, key).map(Some),
             _ => Ok(None),
         }
+    }
+
+    /// How connections are treated.
+    ///
+    /// # Errors
+    /// [`TlsError`], which names the file.
+    pub fn edge(&self) -> Result<Edge, TlsError> {
+        let send_timeout = (self.send_timeout > 0).then(|| Duration::from_secs(self.send_timeout));
+        let tls = self.tls()?.map(Arc::new);
+        Ok(Edge { tls, send_timeout, ..Edge::default() })
     }
 
     /// Largest request body, bytes.
@@ -131,5 +147,13 @@ mod tests {
         assert_eq!(edge("").max_body_bytes(), crate::http::MAX_BODY_BYTES);
         assert_eq!(edge("--max-body-mib 1").max_body_bytes(), 1 << 20);
         assert!(parse("--max-body-mib 0").is_err());
+    }
+
+    #[test]
+    fn clients_that_take_nothing_are_left_after_a_limit_or_never() {
+        let limit = |flags: &str| parse(flags).unwrap().serve.edge.edge().unwrap().send_timeout;
+        assert_eq!(limit(""), Edge::default().send_timeout);
+        assert_eq!(limit("--send-timeout 5"), Some(Duration::from_secs(5)));
+        assert_eq!(limit("--send-timeout 0"), None);
     }
 }

@@ -18,7 +18,7 @@
 
 use super::Cli;
 use crate::net::otlp::without_secrets;
-use clap::error::{ContextKind, ContextValue};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, ArgAction, Command, CommandFactory as _, FromArgMatches as _};
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -46,6 +46,14 @@ const OTHER_VARIABLES: [&str; 9] = [
 const PREFIX: &str = "DSV4_";
 /// Name of the flag that names the file.
 const CONFIG: &str = "config";
+/// How a router is told of its workers.
+const NO_WORKERS: &str = "
+a router passes requests on to workers: say where those are, or where they are found:
+  server router --worker http://127.0.0.1:30002 --worker http://127.0.0.1:30003
+  server router --discovery etcd://127.0.0.1:2379/prod
+  server router --registry-port 30100      (workers: --discovery http://ROUTER:30100)
+Workers are decode workers, or those of the modes both and null.
+";
 /// The subcommand that has a table of its own.
 const ROUTER: &str = "router";
 
@@ -246,7 +254,7 @@ fn finish(
     unknown: Vec<String>,
 ) -> Result<Layered, LayerError> {
     let usage = |error: clap::Error| {
-        let note = origin(&error, &below);
+        let note = origin(&error, &below).or_else(|| missing(&error));
         LayerError::Usage { error, note }
     };
     let mut matches = Cli::command().try_get_matches_from(args).map_err(usage)?;
@@ -286,6 +294,16 @@ fn origin(error: &clap::Error, below: &[Setting]) -> Option<String> {
     let flag = arg.split([' ', '=']).next()?.strip_prefix("--")?;
     let setting = below.iter().find(|setting| setting.flag == flag)?;
     Some(format!("--{flag} comes from {}\n", setting.source))
+}
+
+/// What to give where a router's workers are missing.
+fn missing(error: &clap::Error) -> Option<String> {
+    let Some(ContextValue::Strings(missing)) = error.get(ContextKind::InvalidArg) else {
+        return None;
+    };
+    let is_missing = error.kind() == ErrorKind::MissingRequiredArgument
+        && missing.iter().any(|argument| argument.starts_with("--worker "));
+    is_missing.then(|| NO_WORKERS.to_owned())
 }
 
 /// Flags of a command by their long names.
@@ -419,7 +437,7 @@ fn near<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str>
 }
 
 /// Letters to be put in, taken out or changed to come from one word to the other (Levenshtein).
-fn edits(from: &str, to: &str) -> usize {
+pub(crate) fn edits(from: &str, to: &str) -> usize {
     let to: Vec<char> = to.chars().collect();
     let mut row: Vec<usize> = (0..=to.len()).collect();
     for (n, letter) in from.chars().enumerate() {
@@ -469,6 +487,23 @@ mod tests {
 
     fn said(result: Result<Layered, LayerError>) -> String {
         result.expect_err("it is refused").to_string()
+    }
+
+    #[test]
+    fn a_router_without_workers_says_what_to_give() {
+        let text = said(layered("router --port 7", &[], ""));
+        for way in [
+            "server router --worker http://",
+            "server router --discovery etcd://",
+            "server router --registry-port ",
+        ] {
+            assert!(text.contains(way), "{text}");
+        }
+        for other in ["--ssl-certfile a", "router --worker http://a:1 --ssl-certfile a"] {
+            let text = said(layered(other, &[], ""));
+            assert!(text.contains("--ssl-keyfile") && !text.contains("a router passes"), "{text}");
+        }
+        assert!(layered("router --worker http://a:1", &[], "").is_ok());
     }
 
     #[test]

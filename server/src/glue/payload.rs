@@ -2,6 +2,7 @@
 //! the prompt and how to draw its first token one way, that token the other way.
 #![expect(clippy::mem_forget, reason = "the derived readers forget their partial values")]
 
+use super::order::{self, Order};
 use crate::engine::{CacheKeep, ThinkingBudget, Turn};
 use crate::grammar::{MAX_GRAMMAR_BYTES, Source};
 use crate::trace::TraceParent;
@@ -289,7 +290,7 @@ impl FirstToken {
     }
 }
 
-/// For fuzzing and tests: bytes of a peer, read as both payloads. What is read is written again with
+/// For fuzzing and tests: bytes of a peer, read as each payload, orders included. What is read is written again with
 /// the same bytes, and fits the vocabulary.
 ///
 /// # Panics
@@ -299,6 +300,12 @@ pub fn fuzz_target(bytes: &[u8]) {
     if let Ok(request) = PrefillRequest::decode(bytes, VOCAB) {
         assert_eq!(request.encode(), bytes, "another encoding of {request:?}");
         assert!(request.prompt.iter().all(|token| (*token as usize) < VOCAB));
+    }
+    if let Ok(order) = Order::decode(bytes) {
+        assert_eq!(order.encode(), bytes, "another encoding of {order:?}");
+    }
+    if let Ok(flushed) = order::decode_flushed(bytes) {
+        assert_eq!(order::encode_flushed(flushed), bytes, "another encoding of {flushed:?}");
     }
     if let Ok(first) = FirstToken::decode(bytes, VOCAB) {
         assert_eq!(first.encode(), bytes, "another encoding of {first:?}");

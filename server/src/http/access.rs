@@ -4,6 +4,7 @@
 //! which hold nothing of anybody, are open, as in SGLang; everything else wants a key where there are
 //! keys.
 
+use super::counts::HttpCounts;
 use super::error::{ApiError, ErrorStyle};
 use super::page::is_page;
 use super::{REQUEST_ID, RequestId};
@@ -46,6 +47,7 @@ pub struct Access {
     keys: Vec<String>,
     origins: Vec<HeaderValue>,
     any_origin: bool,
+    counts: Arc<HttpCounts>,
 }
 
 impl std::fmt::Debug for Access {
@@ -96,6 +98,12 @@ impl Access {
             access.origins.push(HeaderValue::try_from(origin.as_str()).map_err(|_| wrong())?);
         }
         Ok(access)
+    }
+
+    /// The same, with what is refused counted where everything else is.
+    #[must_use]
+    pub fn counted(self, counts: Arc<HttpCounts>) -> Self {
+        Self { counts, ..self }
     }
 
     fn add(&mut self, key: &str, from: &str) -> Result<(), AccessError> {
@@ -157,12 +165,19 @@ async fn guard(State(access): State<Arc<Access>>, request: Request<Body>, next: 
     let allowed = access.allowed(request.headers());
     let is_preflight = *request.method() == Method::OPTIONS
         && request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let count = |response: &Response| {
+        access.counts.count_response(method.as_str(), &path, response.status().as_u16());
+    };
     let mut response = if is_preflight {
-        preflight(&request, allowed.is_some())
+        let response = preflight(&request, allowed.is_some());
+        count(&response);
+        response
     } else if is_open(request.uri().path()) || access.admits(request.headers()) {
         next.run(request).await
     } else {
         let response = refused(&request);
+        count(&response);
         super::discard(request.into_body()).await;
         response
     };
@@ -170,7 +185,8 @@ async fn guard(State(access): State<Arc<Access>>, request: Request<Body>, next: 
         let headers = response.headers_mut();
         headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
         headers.append(header::VARY, HeaderValue::from_static("origin"));
-        let exposed = HeaderValue::from_static("x-request-id, request-id, retry-after");
+        let exposed =
+            HeaderValue::from_static("x-request-id, request-id, retry-after, x-ignored-fields");
         headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, exposed);
     }
     response

@@ -16,7 +16,7 @@ use deepseek_recipe::openai::ChatCompletionRequest;
 use deepseek_recipe::openai::chat_completion::response::{
     ChatCompletionChunk, ChatCompletionResponse,
 };
-use deepseek_recipe::response::ProtocolResponse;
+use deepseek_recipe::response::{Accumulate as _, ProtocolResponse as _};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Instant;
@@ -31,8 +31,8 @@ pub(super) async fn chat_completions(
     let body = generate::read_body(&state, request).await?;
     let id = format!("chatcmpl-{}", super::random_id()?);
     let prepared = generate::prepare(&state, {
-        let id = id.clone();
-        move |state| chat_request::prepare(state, id, &body)
+        let (id, request_id) = (id.clone(), request_id.clone());
+        move |state| chat_request::prepare(state, &request_id, id, &body)
     })
     .await?;
     let head = Head { id, model: prepared.model.clone(), created: super::unix_time() };
@@ -57,7 +57,7 @@ pub(super) async fn chat_completions(
     whole(&state, outputs, timer, head).await
 }
 
-/// All answers in one response.
+/// All answers in one response. The first one that is lost ends the others at once.
 async fn whole(
     state: &AppState,
     outputs: Vec<Output<ChatCompletionChunk>>,
@@ -66,12 +66,24 @@ async fn whole(
 ) -> Result<Response, ApiError> {
     let mut response = Value::Null;
     let mut choices = Vec::with_capacity(outputs.len());
-    let mut counts = Vec::with_capacity(outputs.len());
-    for output in outputs {
+    let begin = |_| {
         let (id, model) = (head.id.clone(), head.model.clone());
-        let one = ChatCompletionResponse::new(id, model, head.created, 0, 0);
-        let (mut one, usage) = generate::whole_of(state, output, &mut timer, one).await?;
-        counts.push(usage);
+        ChatCompletionResponse::new(id, model, head.created, 0, 0)
+    };
+    let mut wholes: Vec<_> = outputs.iter().map(begin).collect();
+    let mut outputs = Merged::new(outputs);
+    while let Some((index, chunk)) = outputs.next().await {
+        match chunk {
+            Ok(chunk) => wholes[index].accumulate(chunk),
+            Err(failure) => {
+                outputs.abandon();
+                return Err(generate::fail(state, &mut timer, &failure));
+            }
+        }
+    }
+    let counts: Vec<_> = outputs.parts.iter().map(Output::usage).collect();
+    for one in wholes {
+        let mut one = generate::written(one)?;
         if let Some(Value::Array(list)) = one.get_mut("choices") {
             for mut choice in list.drain(..) {
                 choice["index"] = choices.len().into();
@@ -142,6 +154,7 @@ impl ChatStream {
                 Some(sse::data(&chunk))
             }
             Err(failure) => {
+                self.outputs.abandon();
                 self.phase = Phase::Over;
                 Some(sse::data(&generate::fail(&self.state, &mut self.timer, &failure).to_json()))
             }

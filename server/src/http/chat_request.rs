@@ -5,7 +5,7 @@ use super::fields::{Fields, kind_of};
 use super::format;
 use super::prompt::{self, ChatEncoder, Prepared, Wishes};
 use super::shape::{self, EFFORTS, Member, Shape, THINKING, may, must};
-use super::{AppState, choices};
+use super::{AppState, RequestId, choices, unknown};
 use deepseek_recipe::openai::ChatCompletionRequest;
 use deepseek_recipe::openai::chat_completion::request::ChatCompletionRequestMessage;
 use deepseek_recipe::request::{ConversationRequest, ProtocolRequest};
@@ -136,8 +136,15 @@ const NAMED: [&str; 12] = [
 ];
 
 /// Reads a body and encodes its messages.
-pub(super) fn prepare(state: &AppState, id: String, body: &[u8]) -> Result<Prepared, ApiError> {
-    let (recipe, wishes) = read(state, Fields::parse(body)?)?;
+pub(super) fn prepare(
+    state: &AppState,
+    request_id: &RequestId,
+    id: String,
+    body: &[u8],
+) -> Result<Prepared, ApiError> {
+    let fields = Fields::parse(body)?;
+    unknown::check(state, request_id, unknown::CHAT, &fields)?;
+    let (recipe, wishes) = read(state, fields)?;
     Prepared::new(state, id, recipe, wishes, "messages")
 }
 

@@ -66,6 +66,13 @@ impl<T: Part> Merged<T> {
         Self { parts, ended, turn: 0 }
     }
 
+    /// Gives up what has not ended: one answer is lost, so nobody waits for the others, which must not
+    /// keep their places.
+    pub(super) fn abandon(&mut self) {
+        self.parts.clear();
+        self.ended.clear();
+    }
+
     /// The next piece and whose it is; `None` when all have ended. Cancel-safe.
     pub(super) async fn next(&mut self) -> Option<(usize, T::Item)> {
         poll_fn(|cx| self.poll(cx)).await

@@ -10,7 +10,7 @@ use super::open::{Answering, Names};
 use super::parse::{Failure, finite};
 use super::pieces::{Piece, PieceStream, token_text};
 use super::stop::StopMatcher;
-use super::{AppState, RequestId, cache_control, chat_request, sampling, shape, sse};
+use super::{AppState, RequestId, cache_control, chat_request, sampling, shape, sse, unknown};
 use crate::engine::{Event, FinishReason, GenerateRequest, Provenance, Usage};
 use axum::Json;
 use axum::body::Body;
@@ -22,7 +22,6 @@ use dsv4_model::sample::{MAX_LOGPROBS, Sampled};
 use dsv4_model::text::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::collections::VecDeque;
-use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
@@ -48,8 +47,15 @@ pub(super) struct CompletionRequest {
 }
 
 impl CompletionRequest {
-    fn prepare(state: &AppState, id: String, body: &[u8]) -> Result<Self, ApiError> {
-        Self::read(state, id, Fields::parse(body)?)
+    fn prepare(
+        state: &AppState,
+        request_id: &RequestId,
+        id: String,
+        body: &[u8],
+    ) -> Result<Self, ApiError> {
+        let fields = Fields::parse(body)?;
+        unknown::check(state, request_id, unknown::COMPLETIONS, &fields)?;
+        Self::read(state, id, fields)
     }
 
     /// Reads the fields; takes time in proportion to the prompt.
@@ -205,8 +211,8 @@ pub(super) async fn completions(
     let body = generate::read_body(&state, request).await?;
     let id = format!("cmpl-{}", super::random_id()?);
     let prepared = generate::prepare(&state, {
-        let id = id.clone();
-        move |state| CompletionRequest::prepare(state, id, &body)
+        let (id, request_id) = (id.clone(), request_id.clone());
+        move |state| CompletionRequest::prepare(state, &request_id, id, &body)
     })
     .await?;
     let head = Head {
@@ -361,15 +367,6 @@ impl Part for CompletionOutput {
 }
 
 impl CompletionOutput {
-    /// The rest of the output.
-    pub(super) async fn whole(&mut self) -> Result<Delta, Failure> {
-        let mut all = Delta::default();
-        while let Some(delta) = poll_fn(|cx| self.poll_item(cx)).await {
-            all.add(delta?);
-        }
-        Ok(all)
-    }
-
     fn token(&mut self, sampled: Sampled) -> Delta {
         let mut pieces = Vec::new();
         self.ids.push(sampled.token);
@@ -429,6 +426,21 @@ impl CompletionOutput {
     }
 }
 
+/// Whole answers, as they come. The first one that is lost ends the others at once.
+pub(super) async fn wholes(outputs: &mut Merged<CompletionOutput>) -> Result<Vec<Delta>, Failure> {
+    let mut all: Vec<Delta> = outputs.parts.iter().map(|_| Delta::default()).collect();
+    while let Some((index, delta)) = outputs.next().await {
+        match delta {
+            Ok(delta) => all[index].add(delta),
+            Err(failure) => {
+                outputs.abandon();
+                return Err(failure);
+            }
+        }
+    }
+    Ok(all)
+}
+
 fn characters(text: &str) -> u32 {
     u32::try_from(text.chars().count()).unwrap_or(u32::MAX)
 }
@@ -484,10 +496,10 @@ struct CompletionStream {
 impl CompletionStream {
     /// Collects the whole answer.
     async fn whole(mut self) -> Result<Response, ApiError> {
-        let mut choices = Vec::new();
-        for output in &mut self.outputs.parts {
-            let all = output.whole().await;
-            let all = all.map_err(|lost| generate::fail(&self.state, &mut self.timer, &lost))?;
+        let wholes = wholes(&mut self.outputs).await;
+        let wholes = wholes.map_err(|lost| generate::fail(&self.state, &mut self.timer, &lost))?;
+        let mut choices = Vec::with_capacity(wholes.len());
+        for (output, all) in self.outputs.parts.iter().zip(wholes) {
             let logprobs = output.logprobs(&all.tokens);
             choices.push(choice(choices.len(), &all.text, &logprobs, all.finish));
         }
@@ -516,6 +528,7 @@ impl CompletionStream {
                 Some(sse::data(&response))
             }
             Err(failure) => {
+                self.outputs.abandon();
                 self.phase = Phase::Over;
                 Some(sse::data(&generate::fail(&self.state, &mut self.timer, &failure).to_json()))
             }

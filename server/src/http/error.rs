@@ -160,6 +160,13 @@ impl ApiError {
         Self::server(StatusCode::BAD_GATEWAY, "bad_gateway", message)
     }
 
+    /// 508: the request has been here before.
+    pub fn going_round() -> Self {
+        let message = "this request has passed this router before: the router is among its own \
+                       workers, or among those of another router that it passes requests to";
+        Self::server(StatusCode::LOOP_DETECTED, "loop_detected", message)
+    }
+
     /// 503: come back later.
     pub fn unavailable(code: &'static str, message: impl Into<String>, retry_after: u32) -> Self {
         Self {

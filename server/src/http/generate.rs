@@ -97,38 +97,29 @@ type Begun<C> = (Output<C>, Vec<Output<C>>, RequestTimer);
 /// tokens were reasoning.
 pub(super) async fn whole<P: ProtocolResponse>(
     state: &AppState,
-    output: Output<<P::ChunkGenerator as ChunkGenerator>::Chunk>,
-    mut timer: RequestTimer,
-    response: P,
-) -> Result<(Value, Usage, u32), ApiError>
-where
-    <P::ChunkGenerator as ChunkGenerator>::Chunk: Send + 'static,
-{
-    let (response, (usage, reasoning_tokens)) =
-        whole_of(state, output, &mut timer, response).await?;
-    timer.finish(usage);
-    Ok((response, usage, reasoning_tokens))
-}
-
-/// The same for one answer of several.
-pub(super) async fn whole_of<P: ProtocolResponse>(
-    state: &AppState,
     mut output: Output<<P::ChunkGenerator as ChunkGenerator>::Chunk>,
-    timer: &mut RequestTimer,
+    mut timer: RequestTimer,
     mut response: P,
-) -> Result<(Value, (Usage, u32)), ApiError>
+) -> Result<(Value, Usage, u32), ApiError>
 where
     <P::ChunkGenerator as ChunkGenerator>::Chunk: Send + 'static,
 {
     while let Some(chunk) = output.next().await {
         match chunk {
             Ok(chunk) => response.accumulate(chunk),
-            Err(failure) => return Err(fail(state, timer, &failure)),
+            Err(failure) => return Err(fail(state, &mut timer, &failure)),
         }
     }
-    let response = serde_json::to_value(response)
-        .map_err(|error| ApiError::internal(format!("write the answer: {error}")))?;
-    Ok((response, output.usage()))
+    let (usage, reasoning_tokens) = output.usage();
+    let response = written(response)?;
+    timer.finish(usage);
+    Ok((response, usage, reasoning_tokens))
+}
+
+/// A whole answer as JSON.
+pub(super) fn written(response: impl serde::Serialize) -> Result<Value, ApiError> {
+    serde_json::to_value(response)
+        .map_err(|error| ApiError::internal(format!("write the answer: {error}")))
 }
 
 /// Refuses a body that is declared to be something else than JSON.

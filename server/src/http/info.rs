@@ -2,7 +2,7 @@
 
 use super::AppState;
 use super::error::ApiError;
-use crate::engine::{EngineInfo, Health, Metric, WorkerView};
+use crate::engine::{EngineInfo, FlushReport, Flushed, Health, Metric, PeerFlushed, WorkerView};
 use crate::journey::{JourneyView, Outcome};
 use axum::Json;
 use axum::extract::rejection::{PathRejection, QueryRejection};
@@ -42,26 +42,51 @@ fn model_json(name: &str, info: &EngineInfo) -> Value {
 }
 
 /// `POST /flush_cache`, as SGLang has it: forgets what is kept for later prompts, with `?storage=true` in
-/// the disk store too. Running requests go on.
+/// the disk store too. Running requests go on. A decode worker passes it on to its prefill workers; 502
+/// unless all have done it, with what came of it at each.
 pub(super) async fn flush_cache(
     State(state): State<Arc<AppState>>,
     query: Result<Query<FlushQuery>, QueryRejection>,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Response, ApiError> {
     let storage = flush_query(query)?;
-    let flushed = state.engine.flush_cache(storage).await;
+    let FlushReport { here, peers } = state.engine.flush_cache(storage).await;
+    let missed = peers.iter().filter(|peer| peer.outcome.is_err()).count();
     tracing::info!(
-        device_blocks = flushed.blocks,
-        host_objects = flushed.host_objects,
-        disk_objects = flushed.stored_objects,
+        device_blocks = here.blocks,
+        host_objects = here.host_objects,
+        disk_objects = here.stored_objects,
         storage,
+        prefill_workers = peers.len() - missed,
+        prefill_workers_missed = missed,
         "the cache was flushed"
     );
-    Ok(Json(json!({
+    let mut body = flushed_json(&here);
+    if !peers.is_empty() {
+        body["prefill_workers"] = peers.iter().map(peer_json).collect();
+    }
+    let status = if missed == 0 { StatusCode::OK } else { StatusCode::BAD_GATEWAY };
+    Ok((status, Json(body)).into_response())
+}
+
+fn flushed_json(flushed: &Flushed) -> Value {
+    json!({
         "device_blocks": flushed.blocks,
         "device_boundaries": flushed.boundaries,
         "host_objects": flushed.host_objects,
         "disk_objects": flushed.stored_objects,
-    })))
+    })
+}
+
+fn peer_json(peer: &PeerFlushed) -> Value {
+    match &peer.outcome {
+        Ok(flushed) => {
+            let mut body = flushed_json(flushed);
+            body["address"] = peer.address.as_str().into();
+            body["flushed"] = true.into();
+            body
+        }
+        Err(why) => json!({"address": peer.address, "flushed": false, "reason": why}),
+    }
 }
 
 /// Whether the stores are to be flushed too.

@@ -31,8 +31,8 @@ pub(super) async fn messages(
     let body = generate::read_body(&state, request).await?;
     let id = format!("msg_{}", super::random_id()?);
     let prepared = generate::prepare(&state, {
-        let id = id.clone();
-        move |state| messages_request::prepare(state, id, &body)
+        let (id, request_id) = (id.clone(), request_id.clone());
+        move |state| messages_request::prepare(state, &request_id, id, &body)
     })
     .await?;
     let model = prepared.model.clone();
@@ -56,11 +56,12 @@ pub(super) async fn messages(
 /// Says how many tokens the prompt of a request has, also of one that is too long.
 pub(super) async fn count_tokens(
     State(state): State<Arc<AppState>>,
+    Extension(request_id): Extension<RequestId>,
     request: Request<Body>,
 ) -> Result<Json<Value>, ApiError> {
     let body = generate::read_body(&state, request).await?;
-    let count =
-        generate::prepare(&state, move |state| messages_request::count(state, &body)).await?;
+    let count = move |state: &AppState| messages_request::count(state, &request_id, &body);
+    let count = generate::prepare(&state, count).await?;
     Ok(Json(json!({"input_tokens": count})))
 }
 

@@ -5,7 +5,7 @@ use super::fields::{Fields, kind_of};
 use super::format;
 use super::prompt::{self, Prepared, Wishes};
 use super::shape::{self, EFFORTS, Member, Shape, THINKING, may, must};
-use super::{AppState, cache_control};
+use super::{AppState, RequestId, cache_control, unknown};
 use deepseek_recipe::anthropic::MessagesRequest;
 use deepseek_recipe::anthropic::messages::request::MessagesMessage;
 use deepseek_recipe::request::{ConversationRequest, ProtocolRequest};
@@ -126,15 +126,30 @@ enum Start {
 }
 
 /// Reads a body and encodes its messages.
-pub(super) fn prepare(state: &AppState, id: String, body: &[u8]) -> Result<Prepared, ApiError> {
-    let (recipe, wishes) = read(state, Fields::parse(body)?)?;
+pub(super) fn prepare(
+    state: &AppState,
+    request_id: &RequestId,
+    id: String,
+    body: &[u8],
+) -> Result<Prepared, ApiError> {
+    let (recipe, wishes) = read(state, known(state, request_id, body)?)?;
     Prepared::new(state, id, recipe, wishes, "messages")
 }
 
 /// Tokens of the prompt that a body makes.
-pub(super) fn count(state: &AppState, body: &[u8]) -> Result<usize, ApiError> {
-    let (recipe, _) = read(state, Fields::parse(body)?)?;
+pub(super) fn count(
+    state: &AppState,
+    request_id: &RequestId,
+    body: &[u8],
+) -> Result<usize, ApiError> {
+    let (recipe, _) = read(state, known(state, request_id, body)?)?;
     Ok(prompt::encode(state, &recipe, "messages")?.len())
+}
+
+fn known(state: &AppState, request_id: &RequestId, body: &[u8]) -> Result<Fields, ApiError> {
+    let fields = Fields::parse(body)?;
+    unknown::check(state, request_id, unknown::MESSAGES, &fields)?;
+    Ok(fields)
 }
 
 fn read(state: &AppState, mut fields: Fields) -> Result<(ConversationRequest, Wishes), ApiError> {

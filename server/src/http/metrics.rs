@@ -1,5 +1,6 @@
 //! Counters and latency histograms of the HTTP side, and the Prometheus text format.
 
+use super::counts::HttpCounts;
 use crate::engine::{Metric, MetricKind, Usage};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -51,8 +52,6 @@ impl Histogram {
 
 #[derive(Debug)]
 struct Numbers {
-    /// By method, path and status.
-    responses: BTreeMap<(String, &'static str, u16), u64>,
     requests: u64,
     aborted: u64,
     failed: u64,
@@ -69,6 +68,7 @@ struct Numbers {
 pub struct HttpMetrics {
     model: String,
     numbers: Mutex<Numbers>,
+    counts: Arc<HttpCounts>,
 }
 
 /// The counters that the page shows.
@@ -87,13 +87,13 @@ pub struct RequestCounts {
 }
 
 impl HttpMetrics {
-    /// Counters at zero, labelled with a model name.
+    /// Counters at zero, labelled with a model name; responses are counted in `counts`.
     #[must_use]
-    pub fn new(model: &str) -> Self {
+    pub fn new(model: &str, counts: Arc<HttpCounts>) -> Self {
         Self {
             model: model.to_owned(),
+            counts,
             numbers: Mutex::new(Numbers {
-                responses: BTreeMap::new(),
                 requests: 0,
                 aborted: 0,
                 failed: 0,
@@ -122,11 +122,6 @@ impl HttpMetrics {
     fn lock(&self) -> MutexGuard<'_, Numbers> {
         // Only additions happen under the lock.
         self.numbers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Counts a response.
-    pub fn count_response(&self, method: &str, path: &'static str, status: u16) {
-        *self.lock().responses.entry((method.to_owned(), path, status)).or_default() += 1;
     }
 
     /// Current counts.
@@ -181,17 +176,35 @@ impl HttpMetrics {
                 histogram.write(&model, out);
             }
         }
-        header(out, "http_requests_total", "HTTP responses.", "counter");
-        for ((method, path, status), count) in &numbers.responses {
-            let labels = [
-                label("method", method),
-                label("handler", path),
-                label("status", &status.to_string()),
-            ];
-            line(out, format_args!("http_requests_total{{{}}} {count}", labels.join(",")));
+        drop(numbers);
+        let (requests, probes) = self.counts.responses();
+        let probed =
+            "HTTP responses to probes (/health, /readyz, /health_generate, /metrics, /stats.json).";
+        for (name, help, responses) in [
+            ("http_requests_total", "HTTP responses, apart from those to probes.", requests),
+            ("http_probes_total", probed, probes),
+        ] {
+            header(out, name, help, "counter");
+            for ((method, path, status), count) in responses {
+                let labels = [
+                    label("method", method),
+                    label("handler", path),
+                    label("status", &status.to_string()),
+                ];
+                line(out, format_args!("{name}{{{}}} {count}", labels.join(",")));
+            }
+        }
+        let name = "dsv4:http_connections_ended_total";
+        header(out, name, CONNECTIONS_ENDED, "counter");
+        for (why, count) in self.counts.closed() {
+            line(out, format_args!("{name}{{{}}} {count}", label("reason", why)));
         }
     }
 }
+
+/// What the count of ended connections is.
+pub(crate) const CONNECTIONS_ENDED: &str =
+    "Connections ended here, by reason; for unread, answers.";
 
 /// Numbers in Prometheus text format 0.0.4, in order of their names.
 #[must_use]
@@ -298,9 +311,10 @@ mod tests {
 
     #[test]
     fn text_format_groups_names_and_escapes_labels() {
-        let metrics = HttpMetrics::new("a\"b");
-        metrics.count_response("GET", "/health", 200);
-        metrics.count_response("GET", "/health", 200);
+        let counts = Arc::new(HttpCounts::default());
+        let metrics = HttpMetrics::new("a\"b", Arc::clone(&counts));
+        counts.count_response("GET", "/health", 200);
+        counts.count_response("GET", "/health", 200);
         let metric = |name: &str, pool: &str, value| Metric {
             name: name.to_owned(),
             labels: vec![("pool".to_owned(), pool.to_owned())],
@@ -319,7 +333,7 @@ mod tests {
         assert!(text.starts_with(begin), "{text}");
         assert_eq!(text.matches("# TYPE sglang:prompt_tokens_total").count(), 1);
         assert!(text.contains("sglang:num_requests_total{model_name=\"a\\\"b\"} 0\n"));
-        let http = "http_requests_total{method=\"GET\",handler=\"/health\",status=\"200\"} 2\n";
+        let http = "http_probes_total{method=\"GET\",handler=\"/health\",status=\"200\"} 2\n";
         assert!(text.contains(http), "{text}");
     }
 
@@ -344,7 +358,7 @@ mod tests {
 
     #[test]
     fn a_request_ends_once_in_one_way() {
-        let metrics = Arc::new(HttpMetrics::new("m"));
+        let metrics = Arc::new(HttpMetrics::new("m", Arc::default()));
         let begin = || RequestTimer::start(&metrics, Instant::now());
         let mut done = begin();
         done.first_token();

@@ -8,7 +8,7 @@ use super::error::ApiError;
 use super::fields::{Fields, kind_of};
 use super::metrics::RequestTimer;
 use super::parse::{Failure, finite};
-use super::{AppState, RequestId, choices, generate, sse};
+use super::{AppState, RequestId, choices, generate, sse, unknown};
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Extension, State};
@@ -146,6 +146,7 @@ pub(super) async fn generate(
     let start = Instant::now();
     let body = generate::read_body(&state, request).await?;
     let fields = Fields::parse(&body)?;
+    unknown::check(&state, &request_id, unknown::GENERATE, &fields)?;
     let id = match fields.string("rid")? {
         Some(rid) => rid.chars().take(128).collect(),
         None => super::random_id()?,
@@ -183,16 +184,16 @@ fn renamed(mut error: ApiError) -> ApiError {
 async fn whole(
     state: &AppState,
     head: &Head,
-    mut outputs: Vec<CompletionOutput>,
+    outputs: Vec<CompletionOutput>,
     mut timer: RequestTimer,
 ) -> Result<Response, ApiError> {
-    let mut answers = Vec::with_capacity(outputs.len());
-    for output in &mut outputs {
-        let all = output.whole().await;
-        let all = all.map_err(|lost| generate::fail(state, &mut timer, &lost))?;
-        answers.push(head.answer(output, &all));
-    }
-    timer.finish(choices::total(outputs.iter().map(|output| output.usage)));
+    let mut outputs = Merged::new(outputs);
+    let wholes = completions::wholes(&mut outputs).await;
+    let wholes = wholes.map_err(|lost| generate::fail(state, &mut timer, &lost))?;
+    let of_outputs = outputs.parts.iter().zip(&wholes);
+    let mut answers: Vec<Value> =
+        of_outputs.map(|(output, all)| head.answer(output, all)).collect();
+    timer.finish(choices::total(outputs.parts.iter().map(|output| output.usage)));
     let answer = match answers.len() {
         1 => answers.remove(0),
         _ => Value::Array(answers),
@@ -270,6 +271,7 @@ impl NativeStream {
                 sse::data(&answer)
             }
             Err(failure) => {
+                self.outputs.abandon();
                 self.phase = Phase::Over;
                 sse::data(&generate::fail(&self.state, &mut self.timer, &failure).to_json())
             }

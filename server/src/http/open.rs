@@ -179,7 +179,11 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     fn names(request: &'static str, answer: &str) -> Names {
-        let request = RequestId { value: HeaderValue::from_static(request), span: None };
+        let request = RequestId {
+            value: HeaderValue::from_static(request),
+            span: None,
+            told: Arc::default(),
+        };
         Names { request, answer: answer.to_owned() }
     }
 

@@ -30,8 +30,8 @@ pub(super) async fn responses(
     let body = generate::read_body(&state, request).await?;
     let id = format!("resp_{}", super::random_id()?);
     let (prepared, echo) = generate::prepare(&state, {
-        let id = id.clone();
-        move |state| responses_request::prepare(state, id, &body)
+        let (id, request_id) = (id.clone(), request_id.clone());
+        move |state| responses_request::prepare(state, &request_id, id, &body)
     })
     .await?;
     let model = prepared.model.clone();

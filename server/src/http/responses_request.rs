@@ -5,7 +5,7 @@ use super::fields::{Fields, kind_of};
 use super::format;
 use super::prompt::{self, Prepared, Wishes};
 use super::shape::{self, EFFORTS, Member, Shape, may, must};
-use super::{AppState, only_one_choice};
+use super::{AppState, RequestId, only_one_choice, unknown};
 use deepseek_recipe::openai::ResponsesRequest;
 use deepseek_recipe::openai::responses::request::{ResponsesInput, ResponsesInputItem};
 use deepseek_recipe::request::{ConversationRequest, ProtocolRequest};
@@ -168,10 +168,12 @@ pub(super) struct Echo {
 /// Reads a body and encodes its items.
 pub(super) fn prepare(
     state: &AppState,
+    request_id: &RequestId,
     id: String,
     body: &[u8],
 ) -> Result<(Prepared, Echo), ApiError> {
     let mut fields = Fields::parse(body)?;
+    unknown::check(state, request_id, unknown::RESPONSES, &fields)?;
     let mut wishes = Wishes::read(state, &mut fields, "stop")?;
     refuse_unsupported(&fields)?;
     shape::check_fields(&fields, FIELDS)?;

@@ -3,7 +3,9 @@
 
 mod connection;
 mod prefixed;
+mod unread;
 
+use super::counts::HttpCounts;
 use super::tls::Tls;
 use axum::Router;
 use connection::Serving;
@@ -32,6 +34,10 @@ pub struct Edge {
     /// Silence on an HTTP/2 connection after which its client is asked whether it is there, and the
     /// time that it has to answer.
     pub ping: Duration,
+    /// Longest time for which a client may take nothing of an answer that waits for it.
+    pub send_timeout: Option<Duration>,
+    /// Where it is counted why connections were ended.
+    pub counts: Arc<HttpCounts>,
     /// Certificate; without one connections are plain.
     pub tls: Option<Arc<Tls>>,
 }
@@ -42,6 +48,8 @@ impl Default for Edge {
             header_timeout: HEADER_TIMEOUT,
             handshake_timeout: Duration::from_secs(10),
             ping: Duration::from_secs(20),
+            send_timeout: Some(Duration::from_secs(60)),
+            counts: Arc::default(),
             tls: None,
         }
     }

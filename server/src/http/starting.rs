@@ -1,5 +1,6 @@
 //! What answers while the model is loaded, and hands over to the real endpoints afterwards.
 
+use super::counts::HttpCounts;
 use super::error::{ApiError, ErrorStyle};
 use super::page::{is_page, routes};
 use super::{REQUEST_ID, RequestId};
@@ -20,6 +21,7 @@ struct Gate {
     page: TowerToHyperService<Router>,
     app: OnceLock<TowerToHyperService<Router>>,
     what: Mutex<String>,
+    counts: Arc<HttpCounts>,
 }
 
 /// Stands where the endpoints will be. `/health` and `/readyz` are 503 and say what is being done, the
@@ -37,9 +39,15 @@ impl Starting {
     /// Endpoints that say `what` is being done.
     #[must_use]
     pub fn new(what: &str) -> Self {
+        Self::counted(what, Arc::default())
+    }
+
+    /// The same, with its answers counted where those of the real endpoints are.
+    #[must_use]
+    pub fn counted(what: &str, counts: Arc<HttpCounts>) -> Self {
         let page = TowerToHyperService::new(routes());
         let what = Mutex::new(what.to_owned());
-        Self(Arc::new(Gate { page, app: OnceLock::new(), what }))
+        Self(Arc::new(Gate { page, app: OnceLock::new(), what, counts }))
     }
 
     /// Something else is being done now.
@@ -66,6 +74,8 @@ async fn answer(State(gate): State<Arc<Gate>>, request: Request<Body>) -> Respon
         None if is_page(request.uri().path()) => &gate.page,
         None => {
             let response = not_yet(&gate, &request);
+            let (method, path) = (request.method().as_str(), request.uri().path());
+            gate.counts.count_response(method, path, response.status().as_u16());
             super::discard(request.into_body()).await;
             return response;
         }

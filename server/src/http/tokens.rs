@@ -4,10 +4,10 @@ use super::completions::text_tokens;
 use super::error::ApiError;
 use super::fields::{Fields, kind_of};
 use super::pieces::token_text;
-use super::{AppState, chat_request, generate, prompt, sampling};
+use super::{AppState, RequestId, chat_request, generate, prompt, sampling, unknown};
 use axum::Json;
 use axum::body::Body;
-use axum::extract::State;
+use axum::extract::{Extension, State};
 use axum::http::Request;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -15,11 +15,13 @@ use std::sync::Arc;
 /// Gives the tokens of a text or of a chat's prompt.
 pub(super) async fn tokenize(
     State(state): State<Arc<AppState>>,
+    Extension(request_id): Extension<RequestId>,
     request: Request<Body>,
 ) -> Result<Json<Value>, ApiError> {
     let body = generate::read_body(&state, request).await?;
     let answer = generate::prepare(&state, move |state| {
         let mut fields = Fields::parse(&body)?;
+        unknown::check(state, &request_id, unknown::TOKENIZE, &fields)?;
         let with_texts = fields.flag("return_token_strs")?.unwrap_or(false);
         let tokens = if fields.get("messages").is_some() {
             chat_tokens(state, fields)?
@@ -77,11 +79,13 @@ fn chat_tokens(state: &AppState, fields: Fields) -> Result<Vec<u32>, ApiError> {
 /// Gives the text of tokens, special ones spelled out.
 pub(super) async fn detokenize(
     State(state): State<Arc<AppState>>,
+    Extension(request_id): Extension<RequestId>,
     request: Request<Body>,
 ) -> Result<Json<Value>, ApiError> {
     let body = generate::read_body(&state, request).await?;
     let answer = generate::prepare(&state, move |state| {
         let fields = Fields::parse(&body)?;
+        unknown::check(state, &request_id, unknown::DETOKENIZE, &fields)?;
         state.model_of(&fields)?;
         let wrong = |message: String| Err(ApiError::invalid("tokens", message));
         let list = match fields.get("tokens") {

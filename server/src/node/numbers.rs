@@ -7,7 +7,7 @@ use crate::glue::pools::POOLS;
 use crate::net::kv_events::EventNumbers;
 use crate::net::otlp::SpanSender;
 use crate::worker::cache::CacheNumbers;
-use crate::worker::{PoolNumbers, Snapshot};
+use crate::worker::{PoolNumbers, Role, Snapshot};
 use hicache::Part;
 use hicache::tiers::{Tier, TierCounters, TierUse};
 use kv_pool::{BLOCK_TOKENS, PoolKind};
@@ -92,6 +92,7 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
     let mut age = of(worker, "dsv4:heartbeat_age_seconds", Gauge, 0, help);
     age.value = worker.shared.heartbeat.age().as_secs_f64();
     all.push(age);
+    all.extend(n.peers.iter().filter_map(|peer| peer_metric(worker, peer)));
     for (event, peer, kind, count) in n.faults.iter() {
         let help = "What went wrong in hand-offs and what followed, by peer, transport and kind";
         let mut m = of(worker, "dsv4:handoff_faults_total", Counter, count, help);
@@ -132,6 +133,18 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
         }
     }
     all
+}
+
+/// That a prefill worker is connected, and how. One of those knows its peers by ports that change with each
+/// connection, and says nothing of them here.
+fn peer_metric(worker: &WorkerHandle, (address, driver): &(String, usize)) -> Option<Metric> {
+    if worker.role != Role::Decode {
+        return None;
+    }
+    let help = "1 for each prefill worker that is connected, with the transport that leads to it";
+    let transport = worker.drivers.get(*driver).map_or("", |(name, _)| *name);
+    let metric = of(worker, "dsv4:peer_connected", Gauge, 1, help);
+    Some(labelled(labelled(metric, "peer", address), "transport", transport))
 }
 
 /// What the tiers below the device hold and have done, tier by tier.

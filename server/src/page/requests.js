@@ -1,4 +1,4 @@
-// The list of requests, each with its way through queue, cache, hand-off, prefill and decode.
+// The list of requests, each with its way through queue, cache, remote or own prefill, transfer and decode.
 
 import { $, counted, duration, el, redraw, say } from "./dom.js";
 import { bars, endOf, isEnded, legend, progressBar, progressOf, stageText, stagesText, startOf, tokensText } from "./way.js";

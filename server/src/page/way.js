@@ -3,12 +3,15 @@
 import { counted, duration, el, grouped } from "./dom.js";
 
 const NAMES = {
-  queue: "queue", cache: "cache", hand_off: "hand-off", prefill: "prefill", decode: "decode", ended: "ended",
+  queue: "queue", cache: "cache", hand_off: "remote prefill", prefill: "prefill", decode: "decode", ended: "ended",
 };
 /* Stages in which a prompt is being computed or fetched. */
 const PROMPT_STAGES = new Set(["cache", "hand_off", "prefill"]);
 
-export const stageName = (name) => NAMES[name] || name.replaceAll("_", " ");
+/* A decode worker waits for a prompt that another one computes; that one, when it has computed it, for
+   the pages to be fetched. */
+export const stageName = (name, role) =>
+  name === "hand_off" && role === "prefill" ? "transfer" : NAMES[name] || name.replaceAll("_", " ");
 
 /* What the colours and patterns mean. */
 export function legend() {
@@ -49,21 +52,21 @@ export const endOf = (way) =>
 
 const shownStages = (entry) => entry.stages.filter((stage) => stage.name !== "ended");
 
-/* "queue 2 ms, hand-off 340 ms"; stages that came again after a retraction are added up. */
+/* "queue 2 ms, remote prefill 340 ms"; stages that came again after a retraction are added up. */
 export function stagesText(entry) {
   const sums = new Map();
   for (const stage of shownStages(entry)) sums.set(stage.name, (sums.get(stage.name) || 0) + stage.ms);
-  return [...sums].map(([name, ms]) => stageName(name) + " " + duration(ms)).join(", ");
+  return [...sums].map(([name, ms]) => stageName(name, entry.role) + " " + duration(ms)).join(", ");
 }
 
 function lane(entry, from, total) {
   const segments = shownStages(entry).map((stage) => {
-    const segment = el("span", { class: "segment " + stage.name, title: stageName(stage.name) + " " + duration(stage.ms) });
+    const segment = el("span", { class: "segment " + stage.name, title: stageName(stage.name, entry.role) + " " + duration(stage.ms) });
     segment.style.left = 100 * (stage.at_ms - from) / total + "%";
     segment.style.width = 100 * stage.ms / total + "%";
     return segment;
   });
-  const label = entry.role + " worker: " + (stagesText(entry) || stageName(entry.stage));
+  const label = entry.role + " worker: " + (stagesText(entry) || stageName(entry.stage, entry.role));
   return el("div", { class: "lane", role: "img", "aria-label": label }, ...segments);
 }
 
@@ -98,7 +101,7 @@ export function stageText(way) {
   const [main] = way;
   if (main.stage === "ended") return main.outcome || "ended";
   const from = main.stage === "hand_off" && main.peer ? " from " + main.peer.address + " over " + main.peer.transport : "";
-  return stageName(main.stage) + from;
+  return stageName(main.stage, main.role) + from;
 }
 
 /* What it has read and written. */

@@ -2,12 +2,12 @@
 //! of an answer.
 
 use super::choice::{Policy, Prompt, Tenant};
-use super::proxy::{chain, strip};
+use super::proxy::{chain, sign, strip};
 use super::trip::Trip;
 use super::workers::{UnderWay, Worker};
 use super::{RouterState, none_ready};
-use crate::http::RequestId;
 use crate::http::error::{ApiError, ErrorStyle, is_busy};
+use crate::http::{RequestId, is_probe};
 use axum::body::Body;
 use axum::http::request::Parts;
 use axum::http::uri::PathAndQuery;
@@ -93,6 +93,7 @@ impl Errand {
         if let Some(parent) = id.span().and_then(|span| span.context.to_string().parse().ok()) {
             headers.insert(crate::http::TRACEPARENT, parent);
         }
+        sign(&state, &mut headers);
         let method = parts.method;
         let tried = Vec::new();
         Box::new(Self { state, id, method, path, headers, body, prompt, tried })
@@ -132,6 +133,9 @@ impl Errand {
         while let Some(under_way) = self.state.workers.pick(&self.prompt, &self.tried) {
             let worker = Arc::clone(&under_way.worker);
             self.tried.push(Arc::clone(&worker));
+            if !is_probe(self.path.path()) {
+                worker.count_request();
+            }
             let mut attempt = Request::new(Full::new(self.body.clone()));
             *attempt.method_mut() = self.method.clone();
             *attempt.uri_mut() = worker.uri(self.path.clone());

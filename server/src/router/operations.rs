@@ -60,13 +60,15 @@ pub(super) async fn abort_request(
     let order = Order { path, headers: passed_on(&parts.headers, &id), body };
     let (status, workers) = order.give(&state).await?;
     let counts = workers.iter().filter_map(|worker| worker["answer"]["aborted"].as_u64());
-    let aborted = counts.sum::<u64>();
+    // Whoever answers may be no worker of ours: its number may be any.
+    let aborted = counts.fold(0, u64::saturating_add);
     tracing::info!(%wish, aborted, status = status.as_u16(), "/abort_request");
     let body = json!({"aborted": aborted, "workers": workers});
     Ok((status, Json(body)).into_response())
 }
 
-/// `POST /flush_cache`: every worker forgets what it keeps for later prompts.
+/// `POST /flush_cache`: every worker forgets what it keeps for later prompts. Decode workers pass it on to
+/// their prefill workers, which a router need not know, and say what came of it.
 pub(super) async fn flush_cache(
     State(state): State<Arc<RouterState>>,
     Extension(id): Extension<RequestId>,
@@ -80,7 +82,10 @@ pub(super) async fn flush_cache(
     let headers = passed_on(request.headers(), &id);
     let order = Order { path, headers, body: Bytes::new() };
     let (status, workers) = order.give(&state).await?;
-    let flushed = workers.iter().filter(|worker| worker["status"] == 200);
+    // A decode worker that could not pass it on has still done it itself.
+    let has_flushed =
+        |worker: &&Value| worker["status"] == 200 || worker["answer"]["device_blocks"].is_u64();
+    let flushed = workers.iter().filter(has_flushed);
     let flushed: Vec<&str> = flushed.filter_map(|worker| worker["address"].as_str()).collect();
     state.workers.forget(&flushed);
     tracing::info!(flushed = flushed.join(","), status = status.as_u16(), "/flush_cache");
@@ -108,7 +113,8 @@ impl Order {
     /// Tells all workers at once, also those that take no requests. The answer is 200 if all have
     /// done it, 502 otherwise, with what each of them said.
     async fn give(self, state: &RouterState) -> Result<(StatusCode, Vec<Value>), ApiError> {
-        let workers = state.workers.all();
+        let mut workers = state.workers.all();
+        workers.retain(|worker| !worker.is_self());
         if workers.is_empty() {
             return Err(none_ready(state));
         }
@@ -119,7 +125,7 @@ impl Order {
                 headers: self.headers.clone(),
                 body: self.body.clone(),
             };
-            proxy::ask(&state.client, worker, ask, ORDER_LIMIT)
+            proxy::ask(state, worker, ask, ORDER_LIMIT)
         });
         let told = futures_util::future::join_all(told).await;
         let all = told.iter().all(|told| matches!(told, Ok((StatusCode::OK, _))));

@@ -9,7 +9,9 @@ use crate::http::{HEADER_TIMEOUT, RequestId, collect_body};
 use axum::body::Body;
 use axum::extract::{Extension, State};
 use axum::http::uri::PathAndQuery;
-use axum::http::{HeaderMap, HeaderName, Method, Request, Response, StatusCode, header};
+use axum::http::{
+    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, header,
+};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper_util::client::legacy::Client;
@@ -52,13 +54,10 @@ pub(super) fn client(connect_timeout: Duration) -> ProxyClient {
 }
 
 /// Asks a worker for its health, and what it says of itself with that.
-pub(super) async fn check(
-    client: &ProxyClient,
-    worker: &Worker,
-    timeout: Duration,
-) -> (WorkerHealth, Facts) {
+pub(super) async fn check(state: &RouterState, worker: &Worker) -> (WorkerHealth, Facts) {
     let path = PathAndQuery::from_static("/health");
-    let answer = read(client, worker, path, HeaderMap::new(), timeout).await;
+    let timeout = state.config.health_timeout;
+    let answer = read(state, worker, path, HeaderMap::new(), timeout).await;
     let (status, body) = match answer {
         Ok(answer) => answer,
         Err(reason) => return (WorkerHealth::Silent(1, reason), Facts::default()),
@@ -69,9 +68,15 @@ pub(super) async fn check(
         Some(text.chars().take(TEXT_MAX).collect::<String>())
     };
     let facts = Facts { mode: text("mode"), model: text("model") };
+    let is_self = body.get("instance").and_then(|name| name.as_str()) == Some(&state.instance);
+    worker.set_self(is_self);
+    if is_self {
+        let why = "is this router itself; name its workers".to_owned();
+        return (WorkerHealth::Unfit(why), Facts::default());
+    }
     let health = match status {
-        // Anybody may listen where a worker was thought to be.
-        StatusCode::OK if !body.is_object() => {
+        // Anybody may listen where a worker was thought to be, also one that answers with an object.
+        StatusCode::OK if text("status").as_deref() != Some("ready") => {
             WorkerHealth::Unfit("what it answers at /health is no answer of a worker".to_owned())
         }
         StatusCode::OK => WorkerHealth::Ready,
@@ -90,14 +95,14 @@ pub(super) fn credentials(headers: &HeaderMap) -> HeaderMap {
 
 /// Reads a small answer of a worker, with these headers in the request.
 pub(super) async fn read(
-    client: &ProxyClient,
+    state: &RouterState,
     worker: &Worker,
     path: PathAndQuery,
     headers: HeaderMap,
     timeout: Duration,
 ) -> Result<(StatusCode, Bytes), String> {
     let ask_for = Ask { method: Method::GET, path, headers, body: Bytes::new() };
-    ask(client, worker, ask_for, timeout).await
+    ask(state, worker, ask_for, timeout).await
 }
 
 /// A small request of the router's own.
@@ -111,7 +116,7 @@ pub(super) struct Ask {
 
 /// Asks a worker something, and reads its small answer.
 pub(super) async fn ask(
-    client: &ProxyClient,
+    state: &RouterState,
     worker: &Worker,
     ask: Ask,
     timeout: Duration,
@@ -121,7 +126,8 @@ pub(super) async fn ask(
         *request.method_mut() = ask.method;
         *request.uri_mut() = worker.uri(ask.path);
         *request.headers_mut() = ask.headers;
-        let response = client.request(request).await.map_err(|error| chain(&error))?;
+        sign(state, request.headers_mut());
+        let response = state.client.request(request).await.map_err(|error| chain(&error))?;
         let status = response.status();
         let body = Limited::new(response.into_body(), MAX_OWN_READ).collect().await;
         let body = body.map_err(|error| error.to_string())?;
@@ -149,6 +155,25 @@ pub(super) async fn forward(
     let config = &state.config;
     let body = collect_body(body, config.max_body_bytes, config.body_timeout).await?;
     Errand::new(state, id, parts, body).await.run(slot).await
+}
+
+/// How this router calls itself in `Via`.
+fn pseudonym(state: &RouterState) -> String {
+    format!("dsv4-router-{}", state.instance)
+}
+
+/// Notes that a request has passed this router.
+pub(super) fn sign(state: &RouterState, headers: &mut HeaderMap) {
+    if let Ok(value) = HeaderValue::try_from(format!("1.1 {}", pseudonym(state))) {
+        headers.append(header::VIA, value);
+    }
+}
+
+/// Whether a request has passed this router already: it is among its own workers, or theirs.
+pub(super) fn is_loop(state: &RouterState, headers: &HeaderMap) -> bool {
+    let name = pseudonym(state);
+    let passed = headers.get_all(header::VIA).iter().filter_map(|value| value.to_str().ok());
+    passed.flat_map(|value| value.split(',')).any(|hop| hop.trim().ends_with(&name))
 }
 
 /// Removes what belongs to one connection.
@@ -179,7 +204,6 @@ pub(super) fn chain(error: &dyn std::error::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use axum::http::HeaderValue;
 
     #[test]
     fn connection_headers_are_not_passed_on() {

@@ -4,13 +4,15 @@ use super::proxy;
 use super::workers::{Worker, WorkerHealth};
 use super::{RouterState, none_ready};
 use crate::engine::{Metric, MetricKind};
-use crate::http::metrics::render_metrics;
+use crate::http::metrics::{CONNECTIONS_ENDED, render_metrics};
+use crate::http::{HttpCounts, Responses};
 use axum::Json;
 use axum::extract::State;
 use axum::http::uri::PathAndQuery;
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// `GET /health` and `/readyz`: 200 if at least one worker takes requests and the router does too.
@@ -33,7 +35,14 @@ pub(super) async fn health(State(state): State<Arc<RouterState>>) -> Response {
         (false, false) => not_ready(&all),
     };
     let code = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    (code, Json(json!({"status": status, "reason": reason, "workers": workers}))).into_response()
+    let body = json!({
+        "status": status,
+        "reason": reason,
+        "process": "router",
+        "instance": state.instance,
+        "workers": workers,
+    });
+    (code, Json(body)).into_response()
 }
 
 /// A router without a ready worker: before the first one was, it is starting.
@@ -90,20 +99,42 @@ pub(super) async fn metrics(State(state): State<Arc<RouterState>>) -> impl IntoR
         let help = "Blocks that it computes for requests under way.";
         add("uncached_blocks", help, gauge, uncached as f64);
     }
-    for ((path, status), count) in state.workers.responses() {
-        metrics.push(Metric {
-            name: "dsv4_router:responses_total".to_owned(),
-            labels: vec![
-                ("handler".to_owned(), path.to_owned()),
-                ("status".to_owned(), status.to_string()),
-            ],
-            value: count as f64,
-            kind: MetricKind::Counter,
-            help: "HTTP responses.",
-        });
-    }
+    metrics.extend(http_metrics(&state.config.counts));
     let text = render_metrics(&metrics);
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
+}
+
+/// What came in over HTTP.
+fn http_metrics(counts: &HttpCounts) -> Vec<Metric> {
+    let metric = |name: &str, labels: Vec<(String, String)>, count: u64, help| Metric {
+        name: format!("dsv4_router:{name}"),
+        labels,
+        value: count as f64,
+        kind: MetricKind::Counter,
+        help,
+    };
+    let label = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+    let of = |responses: Responses, name: &'static str, help: &'static str| {
+        let mut sums: BTreeMap<(&str, u16), u64> = BTreeMap::new();
+        for ((_, path, status), count) in responses {
+            *sums.entry((path, status)).or_default() += count;
+        }
+        sums.into_iter().map(move |((path, status), count)| {
+            let labels = vec![label("handler", path), label("status", &status.to_string())];
+            metric(name, labels, count, help)
+        })
+    };
+    let (requests, probes) = counts.responses();
+    let (answered, probed) =
+        ("HTTP responses, apart from those to probes.", "HTTP responses to probes.");
+    let ended = counts.closed().map(|(why, count)| {
+        let labels = vec![label("reason", why)];
+        metric("http_connections_ended_total", labels, count, CONNECTIONS_ENDED)
+    });
+    of(requests, "responses_total", answered)
+        .chain(of(probes, "probes_total", probed))
+        .chain(ended)
+        .collect()
 }
 
 /// `GET /stats.json`: the workers' own pictures side by side. Workers may want the key that came with
@@ -115,7 +146,10 @@ pub(super) async fn stats(
     let pictures = state.workers.all().into_iter().map(|worker| async {
         let (path, limit) = (PathAndQuery::from_static("/stats.json"), state.config.health_timeout);
         let who = proxy::credentials(&headers);
-        let found = proxy::read(&state.client, &worker, path, who, limit).await.ok();
+        if worker.is_self() {
+            return (worker, None);
+        }
+        let found = proxy::read(&state, &worker, path, who, limit).await.ok();
         let found = found.filter(|(status, _)| *status == StatusCode::OK);
         let found = found.and_then(|(_, body)| serde_json::from_slice::<Value>(&body).ok());
         (worker, found)

@@ -5,7 +5,6 @@ use super::choice::{Choice, ChoiceConfig, Chosen, HashKey, Prompt, WorkerId};
 use crate::clock::Clock;
 use axum::http::Uri;
 use axum::http::uri::{Authority, PathAndQuery, Scheme};
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -80,6 +79,8 @@ pub(super) struct Worker {
     facts: Mutex<Facts>,
     /// It took requests at least once.
     was_ready: AtomicBool,
+    /// It is this router, and asking it would go round for ever.
+    is_self: AtomicBool,
     /// Gets no new requests, and goes when those that it has have ended.
     is_leaving: AtomicBool,
     under_way: AtomicUsize,
@@ -103,6 +104,7 @@ impl Worker {
             health: watch::Sender::new(WorkerHealth::Unknown),
             facts: Mutex::default(),
             was_ready: AtomicBool::new(false),
+            is_self: AtomicBool::new(false),
             is_leaving: AtomicBool::new(false),
             under_way: AtomicUsize::new(0),
             requests: AtomicU64::new(0),
@@ -128,6 +130,15 @@ impl Worker {
     /// Whether it took requests at least once.
     pub(super) fn was_ready(&self) -> bool {
         self.was_ready.load(Ordering::Relaxed)
+    }
+
+    /// Whether it is this router.
+    pub(super) fn is_self(&self) -> bool {
+        self.is_self.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_self(&self, is_self: bool) {
+        self.is_self.store(is_self, Ordering::Relaxed);
     }
 
     pub(super) fn health(&self) -> WorkerHealth {
@@ -199,6 +210,11 @@ impl Worker {
         self.requests.load(Ordering::Relaxed)
     }
 
+    /// A request of a client is sent there; probes that are passed on are none.
+    pub(super) fn count_request(&self) {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+    }
+
     pub(super) fn failures(&self) -> u64 {
         self.failures.load(Ordering::Relaxed)
     }
@@ -266,7 +282,6 @@ pub(crate) struct Workers {
     choice: Arc<Mutex<Choice>>,
     key: HashKey,
     clock: Clock,
-    responses: Mutex<BTreeMap<(&'static str, u16), u64>>,
     /// The model of all workers that get requests, once one is known.
     model: Mutex<Option<String>>,
 }
@@ -305,8 +320,7 @@ impl Workers {
         }
         list.fixed = list.workers.len();
         let (list, choice) = (Mutex::new(list), Arc::new(Mutex::new(choice)));
-        let (responses, model) = (Mutex::default(), Mutex::default());
-        Ok(Self { list, choice, key, clock: Clock::start(), responses, model })
+        Ok(Self { list, choice, key, clock: Clock::start(), model: Mutex::default() })
     }
 
     /// Those that are there now, also those that are leaving.
@@ -438,20 +452,10 @@ impl Workers {
         let chosen = lock(&self.choice).choose(self.clock.elapsed(), prompt, &usable)?;
         let worker = list.workers.iter().find(|worker| worker.id == chosen.worker)?;
         worker.under_way.fetch_add(1, Ordering::Relaxed);
-        worker.requests.fetch_add(1, Ordering::Relaxed);
         worker.prompt_blocks.fetch_add(chosen.prompt_blocks.into(), Ordering::Relaxed);
         worker.overlap_blocks.fetch_add(chosen.overlap_blocks.into(), Ordering::Relaxed);
         let (worker, choice) = (Arc::clone(worker), Arc::clone(&self.choice));
         Some(UnderWay { worker, chosen: Some(chosen), choice })
-    }
-
-    pub(super) fn count_response(&self, path: &'static str, status: u16) {
-        *lock(&self.responses).entry((path, status)).or_default() += 1;
-    }
-
-    /// Responses by path and status.
-    pub(super) fn responses(&self) -> BTreeMap<(&'static str, u16), u64> {
-        lock(&self.responses).clone()
     }
 }
 

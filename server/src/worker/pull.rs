@@ -4,6 +4,7 @@
 use super::faults::{FaultEvent, PeerName};
 use super::pair::PairHealth;
 use super::push::code;
+use super::refusal::condensed;
 use super::sequence::{Sequence, State};
 use super::{Peer, PeerKey, Role, Worker};
 use crate::engine::FailureKind;
@@ -27,6 +28,7 @@ const ASKED_MAX: usize = 3;
 impl Worker {
     /// News from the hand-off's driver.
     pub(super) fn upcall(&mut self, driver: usize, upcall: Upcall) {
+        let Some(upcall) = self.order_news(upcall) else { return };
         match upcall {
             Upcall::Requested { attempt, peer, request, have } => {
                 self.requested(driver, attempt, peer, &request, have);
@@ -96,11 +98,15 @@ impl Worker {
                 } else {
                     tracing::warn!(address, why = first_line(&why), "peer lost");
                 }
+                self.shared.note_lost(&address, first_line(&why));
                 self.peers.remove(&(driver, peer));
             }
             Upcall::Refused { address, reason, text } => {
                 // The driver goes on trying, since the peer may be restarted with other flags.
+                let full = text;
+                let text = condensed(&full);
                 if self.shared.note_refusal(&address, &text) {
+                    tracing::debug!(address, "the whole refusal: {full}");
                     let hint = if reason == RefuseReason::Layout {
                         "; both sides need the same model, --numerics and --index-k-dtype"
                     } else {
@@ -118,8 +124,8 @@ impl Worker {
                         address,
                         "no prefill worker is reached there: {}; is it the address that the worker \
                          says decode workers connect to? It is tried again. Workers of one host \
-                         that have another user, TMPDIR or container need \
-                         --disaggregation-transfer-backend tcp",
+                         that have another user, TMPDIR or container reach each other over TCP \
+                         alone, which --disaggregation-transfer-backend auto tries by itself",
                         first_line(&text)
                     );
                 } else {

@@ -4,6 +4,7 @@ use super::sequence::{Origin, Sequence};
 use super::{PeerKey, Worker, WorkerMsg, pages};
 use crate::engine::{FailureKind, Provenance};
 use crate::glue::handoff::{TagBinding, offer, page_of};
+use crate::glue::order::Order;
 use crate::glue::payload::{FirstToken, PrefillRequest};
 use crate::grammar::{GrammarError, Live};
 use crate::journey::{Outcome, Stage};
@@ -70,6 +71,9 @@ impl Worker {
             return;
         }
         self.routes.insert(attempt, driver);
+        if Order::is_one(request) {
+            return self.take_order(attempt, (driver, peer), request);
+        }
         if let Err((code, text)) = self.try_request((driver, peer), attempt, request, have) {
             tracing::warn!(%attempt, code, text, "prefill request refused");
             self.command(attempt, |driver| driver.reject(attempt, code, &text));

@@ -5,9 +5,13 @@ use crate::fake::Server;
 use crate::http::{CHAT, assert_error, chat};
 use axum::http::Method;
 use dsv4_server::engine::FinishReason;
-use dsv4_server::http::access::Access;
+use dsv4_server::http::access::{Access, protect};
+use dsv4_server::http::{HEADER_TIMEOUT, serve};
+use dsv4_server::router::{ReverseProxy, RouterConfig};
 use serde_json::json;
 use std::path::Path;
+use std::sync::Arc;
+use tokio::net::TcpListener;
 
 fn access(keys: &[&str], origins: &[&str]) -> Access {
     let own = |list: &[&str]| list.iter().map(|&text| text.to_owned()).collect::<Vec<_>>();
@@ -66,9 +70,45 @@ async fn a_key_is_wanted_where_there_are_keys() {
     for closed in ["/abort_request", "/flush_cache"] {
         assert_eq!(ask(&server.client, closed, &[]).await.0, 401, "{closed}");
     }
+    // What is refused before the endpoints is counted with what they answer, and probes apart.
+    let metrics = server.client.get("/metrics").await.text().to_owned();
+    for line in [
+        "http_requests_total{method=\"POST\",handler=\"/v1/chat/completions\",status=\"401\"} 7",
+        "http_requests_total{method=\"POST\",handler=\"/v1/chat/completions\",status=\"200\"} 3",
+        "http_requests_total{method=\"GET\",handler=\"/v1/models\",status=\"401\"} 1",
+        "http_probes_total{method=\"GET\",handler=\"/health\",status=\"200\"} 1",
+        "http_probes_total{method=\"GET\",handler=\"/health_generate\",status=\"401\"} 1",
+    ] {
+        assert!(metrics.lines().any(|found| found == line), "{line}: {metrics}");
+    }
     let (status, error) = ask(&server.client, "/v1/messages", &[]).await;
     assert_eq!((status, &error["error"]["type"]), (401, &json!("authentication_error")));
     server.finish().await;
+}
+
+#[tokio::test]
+async fn a_router_counts_what_it_refuses_and_probes_apart() {
+    let config = RouterConfig { may_join: true, ..RouterConfig::default() };
+    let counts = Arc::clone(&config.counts);
+    let app = ReverseProxy::new(config).unwrap().app();
+    let app = protect(app, access(&["k"], &[]).counted(counts));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let client = Client::new(listener.local_addr().unwrap());
+    tokio::spawn(serve(listener, app, HEADER_TIMEOUT, std::future::pending()));
+    for _ in 0..3 {
+        assert_eq!(ask(&client, CHAT, &[]).await.0, 401);
+        assert_eq!(client.get("/readyz").await.status, 503);
+    }
+    assert_eq!(ask(&client, CHAT, &[("x-api-key", "k")]).await.0, 503);
+    let metrics = client.get("/metrics").await.text().to_owned();
+    for line in [
+        "dsv4_router:responses_total{handler=\"/v1/chat/completions\",status=\"401\"} 3",
+        "dsv4_router:responses_total{handler=\"/v1/chat/completions\",status=\"503\"} 1",
+        "dsv4_router:probes_total{handler=\"/readyz\",status=\"503\"} 3",
+        "dsv4_router:http_connections_ended_total{reason=\"malformed\"} 0",
+    ] {
+        assert!(metrics.lines().any(|found| found == line), "{line}: {metrics}");
+    }
 }
 
 #[tokio::test]

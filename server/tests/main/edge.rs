@@ -19,7 +19,7 @@ use rustls::{ClientConfig, RootCertStore};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -69,14 +69,7 @@ impl Files {
     fn connector(&self, protocols: &[&[u8]]) -> TlsConnector {
         let mut roots = RootCertStore::empty();
         roots.add(CertificateDer::from_pem_file(self.cert()).unwrap()).unwrap();
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let mut config = ClientConfig::builder_with_provider(provider)
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_root_certificates(roots)
-            .with_no_client_auth();
-        config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
-        TlsConnector::from(Arc::new(config))
+        trusting(roots, protocols)
     }
 
     /// A connection to a server of these files.
@@ -89,6 +82,18 @@ impl Files {
         let name = ServerName::try_from("localhost").unwrap();
         self.connector(protocols).connect(name, stream).await
     }
+}
+
+/// A client that trusts these and offers these protocols.
+fn trusting(roots: RootCertStore, protocols: &[&[u8]]) -> TlsConnector {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let mut config = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
+    TlsConnector::from(Arc::new(config))
 }
 
 impl Drop for Files {
@@ -252,6 +257,57 @@ async fn a_renewed_certificate_is_used_and_a_bad_one_is_not() {
     server.finish().await;
 }
 
+#[tokio::test]
+async fn certificates_are_renewed_under_load_without_a_handshake_that_fails() {
+    let files = Files::new();
+    let tls = files.tls();
+    let server = Server::over(Edge { tls: Some(Arc::clone(&tls)), ..Edge::default() }).await;
+    let make = |_| generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+    let next: Vec<CertifiedKey<_>> = (0..8).map(make).collect();
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(files.cert()).unwrap()).unwrap();
+    next.iter().for_each(|pair| roots.add(pair.cert.der().clone()).unwrap());
+    let connector = trusting(roots, &[b"h2"]);
+    let mut before = two(files.connect(server.address, &[b"h2"]).await.unwrap()).await;
+    let (done, is_over) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicBool::new(false)));
+    let clients: Vec<_> = (0..4)
+        .map(|_| {
+            let (connector, address) = (connector.clone(), server.address);
+            let (done, is_over) = (Arc::clone(&done), Arc::clone(&is_over));
+            tokio::spawn(async move {
+                while !is_over.load(Ordering::Acquire) {
+                    let stream = TcpStream::connect(address).await.unwrap();
+                    let name = ServerName::try_from("localhost").unwrap();
+                    let mut client = two(connector.connect(name, stream).await.unwrap()).await;
+                    let answer = client.send_request(get("/health")).await.unwrap();
+                    assert_eq!(answer.status(), StatusCode::OK);
+                    done.fetch_add(1, Ordering::AcqRel);
+                }
+            })
+        })
+        .collect();
+    for CertifiedKey { cert, signing_key } in &next {
+        std::fs::write(files.cert(), cert.pem()).unwrap();
+        // Between the two files they do not fit: the old ones stay in use.
+        assert!(matches!(tls.reload(), Err(TlsError::Mismatch { .. })));
+        std::fs::write(files.key(), signing_key.serialize_pem()).unwrap();
+        tls.reload().unwrap();
+        let seen = done.load(Ordering::Acquire);
+        while done.load(Ordering::Acquire) < seen + 8 {
+            tokio::task::yield_now().await;
+        }
+        files.connect(server.address, &[b"h2"]).await.expect("the new one is in use");
+    }
+    is_over.store(true, Ordering::Release);
+    for client in clients {
+        client.await.expect("no handshake failed");
+    }
+    let answer = before.send_request(get("/health")).await.unwrap();
+    assert_eq!(answer.status(), StatusCode::OK, "open connections go on");
+    drop(before);
+    server.finish().await;
+}
+
 #[test]
 fn files_that_cannot_be_used_are_named() {
     let (files, other) = (Files::new(), Files::new());
@@ -332,6 +388,61 @@ async fn a_client_that_does_not_answer_pings_loses_its_requests() {
     open.events.send(token(tokens("a")[0])).unwrap();
     open.cancelled.await.unwrap();
     drop(stream);
+    server.finish().await;
+}
+
+#[tokio::test]
+async fn an_answer_of_which_a_client_takes_nothing_is_given_up() {
+    let edge = Edge { send_timeout: Some(Duration::from_millis(200)), ..Edge::default() };
+    let mut server = Server::over(edge).await;
+    // HTTP/2: a window of nothing, and every ping is answered.
+    let mut builder = http2::Builder::new(TokioExecutor::new());
+    builder.initial_stream_window_size(0);
+    let stream = TcpStream::connect(server.address).await.unwrap();
+    let (mut client, connection) = builder.handshake(TokioIo::new(stream)).await.unwrap();
+    tokio::spawn(async move { drop(connection.await) });
+    let mut opened = Vec::new();
+    let mut running = Vec::new();
+    for _ in 0..3 {
+        server.plan(Plan::Manual);
+        let asked = client.send_request(post(CHAT, &with(chat(), &json!({"stream": true}))));
+        let asked = tokio::spawn(asked);
+        let open = server.open().await;
+        open.events.send(token(tokens("a")[0])).unwrap();
+        running.push(asked.await.unwrap().unwrap());
+        opened.push(open);
+    }
+    for open in opened {
+        open.cancelled.await.expect("the request is ended");
+    }
+    drop((running, client));
+    // HTTP/1.1: what the system keeps for it is full, and it reads nothing.
+    let mut stream = TcpStream::connect(server.address).await.unwrap();
+    let body = with(chat(), &json!({"stream": true})).to_string();
+    let head = format!(
+        "POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    server.plan(Plan::Manual);
+    stream.write_all(&[head.as_bytes(), body.as_bytes()].concat()).await.unwrap();
+    let open = server.open().await;
+    let word = tokens("a")[0];
+    let cancelled = open.cancelled;
+    tokio::pin!(cancelled);
+    loop {
+        for _ in 0..1000 {
+            // It may be gone.
+            drop(open.events.send(token(word)));
+        }
+        tokio::select! {
+            ended = &mut cancelled => break ended.expect("the request is ended"),
+            () = tokio::time::sleep(Duration::from_millis(1)) => {}
+        }
+    }
+    drop(stream);
+    let metrics = server.client.get("/metrics").await.text().to_owned();
+    let line = "dsv4:http_connections_ended_total{reason=\"unread\"} 4";
+    assert!(metrics.lines().any(|found| found == line), "{metrics}");
     server.finish().await;
 }
 

@@ -4,9 +4,9 @@ use crate::client::Client;
 use dsv4_model::sample::Sampled;
 use dsv4_model::text::Tokenizer;
 use dsv4_server::engine::{
-    CancelOnDrop, Engine, EngineInfo, Event, FinishReason, Flushed, Flushing, GenerateRequest,
-    Generation, Health, Metric, MetricKind, PoolView, Stats, SubmitError, TierView, Usage,
-    WorkerView,
+    CancelOnDrop, Engine, EngineInfo, Event, FinishReason, FlushReport, Flushed, Flushing,
+    GenerateRequest, Generation, Health, Metric, MetricKind, PeerFlushed, PoolView, Stats,
+    SubmitError, TierView, Usage, WorkerView,
 };
 use dsv4_server::grammar::{Grammars, Limits};
 use dsv4_server::http::access::{Access, protect};
@@ -51,6 +51,8 @@ pub(crate) struct FakeEngine {
     pub(crate) submitted: Mutex<Vec<GenerateRequest>>,
     pub(crate) health: Mutex<Health>,
     pub(crate) beat_age: Mutex<Duration>,
+    /// What came of a flush at prefill workers.
+    pub(crate) flushed_peers: Mutex<Vec<PeerFlushed>>,
     opened: UnboundedSender<Opened>,
 }
 
@@ -134,7 +136,8 @@ impl Engine for FakeEngine {
     fn flush_cache(&self, stores: bool) -> Flushing {
         let stored_objects = if stores { 7 } else { 0 };
         let flushed = Flushed { blocks: 5, boundaries: 2, host_objects: 6, stored_objects };
-        Box::pin(async move { flushed })
+        let peers = self.flushed_peers.lock().unwrap().clone();
+        Box::pin(async move { FlushReport { here: flushed, peers } })
     }
 }
 
@@ -188,12 +191,15 @@ impl Server {
             submitted: Mutex::default(),
             health: Mutex::new(Health::Ready),
             beat_age: Mutex::default(),
+            flushed_peers: Mutex::default(),
             opened: opened_sender,
         });
         let mut config = HttpConfig::default();
         config.aliases.push("deepseek-chat".to_owned());
         configure(&mut config);
-        let edge = Edge { header_timeout: config.header_timeout, ..edge };
+        let (header_timeout, counts) = (config.header_timeout, Arc::clone(&config.counts));
+        let edge = Edge { header_timeout, counts: Arc::clone(&counts), ..edge };
+        let access = access.counted(counts);
         let app = protect(router(engine.clone(), Arc::clone(&TOKENIZER), config), access);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();

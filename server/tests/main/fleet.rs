@@ -2,7 +2,9 @@
 
 use crate::router::{Front, Plan, Worker, nowhere};
 use axum::http::{Method, StatusCode};
+use dsv4_server::router::RouterConfig;
 use serde_json::{Value, json};
+use tokio::net::TcpListener;
 
 const CHAT: &str = "/v1/chat/completions";
 const JSON: (&str, &str) = ("content-type", "application/json");
@@ -154,17 +156,59 @@ async fn a_flush_reaches_every_worker_and_says_who_did_it() {
 #[tokio::test]
 async fn a_stranger_who_answers_is_no_worker() {
     let (a, b) = (Worker::start("a").await, Worker::start("b").await);
-    // Text where an object is expected, as any other server may answer.
-    *b.state.facts.lock().unwrap() = json!("<html>hello</html>");
-    let front = Front::over(&[a.url(), b.url()], |_| {}).await;
-    for _ in 0..4 {
-        assert_eq!(front.client.post(CHAT, &json!({"x": 1})).await.status, 200);
+    // What any other server may answer, also one that answers with an object.
+    for said in [
+        json!("<html>hello</html>"),
+        json!([]),
+        json!({}),
+        json!({"status": "ok"}),
+        json!({"status": 7, "mode": "decode"}),
+        json!({"reason": null, "model": "m"}),
+    ] {
+        *b.state.facts.lock().unwrap() = said.clone();
+        let front = Front::over(&[a.url(), b.url()], |_| {}).await;
+        for _ in 0..2 {
+            assert_eq!(front.client.post(CHAT, &json!({"x": 1})).await.status, 200);
+        }
+        let health = front.client.get("/health").await.json();
+        assert_eq!(health["workers"][1]["status"], "unfit", "{said}");
+        let reason = health["workers"][1]["reason"].as_str().unwrap();
+        assert!(reason.contains("no answer of a worker"), "{reason}");
     }
-    assert_eq!((a.requests(), b.requests()), (4, 0));
+    assert_eq!((a.requests(), b.requests()), (12, 0));
+}
+
+#[tokio::test]
+async fn a_router_among_its_own_workers_says_so_and_does_not_ask_itself() {
+    let a = Worker::start("a").await;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let own = format!("http://{}", listener.local_addr().unwrap());
+    let workers = vec![own, a.url()];
+    let config = RouterConfig { workers: workers.clone(), ..RouterConfig::default() };
+    let front = Front::at(listener, config).await;
     let health = front.client.get("/health").await.json();
-    assert_eq!(health["workers"][1]["status"], "unfit");
-    let reason = health["workers"][1]["reason"].as_str().unwrap();
-    assert!(reason.contains("no answer of a worker"), "{reason}");
+    assert_eq!(health["workers"][0]["reason"], "is this router itself; name its workers");
+    assert_eq!(health["workers"][0]["status"], "unfit");
+    for _ in 0..3 {
+        let answer = front.client.post(CHAT, &json!({})).await;
+        assert_eq!((answer.status.as_u16(), answer.header("x-worker")), (200, Some("a")));
+    }
+    let (seen, _) = a.state.seen.lock().unwrap()[0].clone();
+    assert!(seen["via"].to_str().unwrap().starts_with("1.1 dsv4-router-"), "{seen:?}");
+    // What is told to all goes to the others, and does not come round again.
+    let flushed = front.client.post("/flush_cache", &json!({})).await;
+    assert_eq!((flushed.status.as_u16(), a.requests()), (200, 4), "{}", flushed.text());
+    assert_eq!(front.client.get("/stats.json").await.json()["processes"][0]["stats"], Value::Null);
+    // A router that is among the workers of its own worker refuses what it has passed on itself.
+    let headers = [JSON, ("via", seen["via"].to_str().unwrap())];
+    let round = front.client.ask(Method::POST, CHAT, &headers, "{}").await;
+    assert_eq!(
+        (round.status.as_u16(), &round.json()["error"]["code"]),
+        (508, &json!("loop_detected"))
+    );
+    let other = [JSON, ("via", "1.1 dsv4-router-0000000000000000, 1.0 nginx")];
+    assert_eq!(front.client.ask(Method::POST, CHAT, &other, "{}").await.status, 200);
+    assert_eq!(a.requests(), 5);
 }
 
 #[tokio::test]

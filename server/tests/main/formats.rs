@@ -312,6 +312,42 @@ async fn an_answer_of_several_that_is_lost_or_refused_is_an_error_of_all() {
 }
 
 #[tokio::test]
+async fn one_answer_that_is_lost_ends_the_others_at_once() {
+    let mut server = Server::start().await;
+    let raw = json!({"prompt": "p", "n": 3});
+    let native = json!({"text": "p", "sampling_params": {"n": 3}});
+    for (path, request) in [
+        (CHAT, with(chat(), &json!({"n": 3}))),
+        (COMPLETIONS, raw),
+        ("/generate", native),
+        (CHAT, with(chat(), &json!({"n": 3, "stream": true}))),
+    ] {
+        for _ in 0..3 {
+            server.plan(Plan::Manual);
+        }
+        let (client, streams) = (server.client.clone(), request["stream"] == true);
+        let asked = tokio::spawn(async move {
+            if streams {
+                let events = client.stream(path, &request).await.events().await;
+                return events.last().unwrap().clone();
+            }
+            client.post(path, &request).await.text().to_owned()
+        });
+        let first = server.open().await;
+        first.events.send(token(tokens("a")[0])).unwrap();
+        let (second, third) = (server.open().await, server.open().await);
+        // The first goes on for as long as it likes, and nobody waits for that.
+        let (kind, message) = (FailureKind::Unavailable, "lost".to_owned());
+        third.events.send(Event::Failed { kind, message }).unwrap();
+        for other in [first, second] {
+            other.cancelled.await.expect("its place is given back");
+        }
+        assert!(asked.await.unwrap().contains("lost"), "{path}");
+    }
+    server.finish().await;
+}
+
+#[tokio::test]
 async fn the_others_wait_until_the_prompt_of_the_first_is_computed() {
     let mut server = Server::start().await;
     server.plan(Plan::Manual);

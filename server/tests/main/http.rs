@@ -7,7 +7,7 @@ use crate::fake::{
 };
 use crate::streams::begun;
 use axum::http::{Method, StatusCode};
-use dsv4_server::engine::{FinishReason, Health, SubmitError};
+use dsv4_server::engine::{FinishReason, Flushed, Health, PeerFlushed, SubmitError};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -745,7 +745,7 @@ async fn models_health_metrics_and_stats() {
         "sglang:prompt_tokens_total{model_name=\"dsv4-mini\"} 11",
         "sglang:time_to_first_token_seconds_count{model_name=\"dsv4-mini\"} 1",
         "sglang:e2e_request_latency_seconds_bucket{model_name=\"dsv4-mini\",le=\"+Inf\"} 1",
-        "http_requests_total{method=\"GET\",handler=\"/health\",status=\"503\"} 3",
+        "http_probes_total{method=\"GET\",handler=\"/health\",status=\"503\"} 3",
         "http_requests_total{method=\"POST\",handler=\"/v1/chat/completions\",status=\"200\"} 1",
     ] {
         assert!(metrics.text().lines().any(|found| found == line), "{line}: {}", metrics.text());
@@ -852,6 +852,56 @@ async fn shutdown_finishes_streams_and_takes_no_new_connection() {
 }
 
 #[tokio::test]
+async fn fields_that_nobody_reads_are_told_or_refused() {
+    let server = Server::start().await;
+    let bodies = [
+        (CHAT, chat()),
+        (COMPLETIONS, json!({"prompt": "p"})),
+        ("/v1/messages", with(chat(), &json!({"max_tokens": 5}))),
+        ("/v1/messages/count_tokens", chat()),
+        ("/tokenize", json!({"prompt": "p"})),
+        ("/detokenize", json!({"tokens": [1]})),
+        ("/v1/responses", json!({"input": "Hi"})),
+        ("/generate", json!({"text": "p"})),
+    ];
+    let odd = json!({"max_token": 3, "x\r\ny": 1, "absent": null, "stream": false});
+    let stray = "x??y";
+    for (path, body) in &bodies {
+        let generates = !path.ends_with("tokens") && !path.ends_with("tokenize");
+        for request in [body.clone(), with(body.clone(), &odd)] {
+            if generates {
+                server.plan_tokens(&tokens("one"), FinishReason::Stop);
+            }
+            let answer = server.client.post(path, &request).await;
+            assert_eq!(answer.status, 200, "{path}: {}", answer.text());
+            let told = request.get("max_token").map(|_| format!("max_token, {stray}"));
+            assert_eq!(answer.header("x-ignored-fields"), told.as_deref(), "{path}");
+        }
+    }
+    // Told of a request that is refused for something else, and of a stream.
+    let wrong = with(chat(), &json!({"temprature": 1, "top_p": 7}));
+    let answer = server.client.post(CHAT, &wrong).await;
+    assert_eq!(
+        (answer.status.as_u16(), answer.header("x-ignored-fields")),
+        (400, Some("temprature"))
+    );
+    server.finish().await;
+    let server = Server::with(|config| config.strict_fields = true).await;
+    for (path, body) in &bodies {
+        let request = with(body.clone(), &json!({"max_tokns": 3}));
+        let answer = server.client.post(path, &request).await;
+        assert_eq!(answer.status, 400, "{path}");
+        let text = answer.text();
+        assert!(text.contains("max_tokns is not known here"), "{text}");
+        let near = !matches!(*path, "/v1/responses" | "/generate" | "/detokenize");
+        assert_eq!(text.contains("; is max_tokens meant?"), near, "{path}: {text}");
+    }
+    server.plan_tokens(&tokens("one"), FinishReason::Stop);
+    assert_eq!(server.client.post(CHAT, &chat()).await.status, 200);
+    server.finish().await;
+}
+
+#[tokio::test]
 async fn cache_is_flushed_as_far_as_was_asked_for() {
     let server = Server::start().await;
     for (query, on_disk) in [("", 0), ("?storage=false", 0), ("?storage=true", 7)] {
@@ -861,6 +911,19 @@ async fn cache_is_flushed_as_far_as_was_asked_for() {
         });
         assert_eq!(flushed, expected, "{query}");
     }
+    // A decode worker says which of its prefill workers have done it, too.
+    let here = Flushed { blocks: 1, ..Flushed::default() };
+    *server.engine.flushed_peers.lock().unwrap() = vec![
+        PeerFlushed { address: "a:1".to_owned(), outcome: Ok(here) },
+        PeerFlushed { address: "b:1".to_owned(), outcome: Err("no answer".to_owned()) },
+    ];
+    let missed = server.client.post("/flush_cache", &json!({})).await;
+    assert_eq!((missed.status.as_u16(), &missed.json()["device_blocks"]), (502, &json!(5)));
+    let peers = missed.json()["prefill_workers"].clone();
+    assert_eq!((&peers[0]["flushed"], &peers[0]["device_blocks"]), (&json!(true), &json!(1)));
+    assert_eq!(peers[1], json!({"address": "b:1", "flushed": false, "reason": "no answer"}));
+    server.engine.flushed_peers.lock().unwrap().pop();
+    assert_eq!(server.client.post("/flush_cache", &json!({})).await.status, 200);
     for query in ["storage=perhaps", "stores=true"] {
         let refused = server.client.post(&format!("/flush_cache?{query}"), &json!({})).await;
         assert_eq!(refused.status, 400, "{query}");

@@ -1,7 +1,8 @@
 //! What is read of peers that send anything: payloads of a hand-off, and what a subscriber says.
 
 use dsv4_model::sample::{Sampled, SamplingParams};
-use dsv4_server::engine::{CacheKeep, ThinkingBudget};
+use dsv4_server::engine::{CacheKeep, Flushed, ThinkingBudget};
+use dsv4_server::glue::order::{Order, encode_flushed};
 use dsv4_server::glue::payload::{self, FirstToken, PrefillRequest};
 use dsv4_server::grammar::Source;
 use dsv4_server::net::kv_events;
@@ -32,7 +33,7 @@ fn targets() -> [Target; 2] {
     ]
 }
 
-fn payloads() -> [Vec<u8>; 3] {
+fn payloads() -> [Vec<u8>; 5] {
     let request = |sampling| PrefillRequest {
         id: "a".to_owned(),
         request_id: "req-1".to_owned(),
@@ -55,7 +56,14 @@ fn payloads() -> [Vec<u8>; 3] {
     };
     let sampled = Sampled { token: 5, logprob: -0.5, top: vec![(5, -0.5), (6, -1.5)] };
     let first = FirstToken { tokens: 3, cached: 2, cached_below: [1, 0, 1], sampled };
-    [request(SamplingParams::greedy()).encode(), request(sampling).encode(), first.encode()]
+    let flushed = Flushed { blocks: 1, boundaries: 2, host_objects: 3, stored_objects: 4 };
+    [
+        request(SamplingParams::greedy()).encode(),
+        request(sampling).encode(),
+        first.encode(),
+        Order::Flush { stores: true }.encode(),
+        encode_flushed(flushed),
+    ]
 }
 
 fn folder(name: &str) -> PathBuf {

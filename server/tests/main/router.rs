@@ -84,7 +84,7 @@ impl Worker {
         let state = Arc::new(WorkerState {
             name,
             health: Mutex::new(StatusCode::OK),
-            facts: Mutex::new(json!({"status": "x", "reason": "because"})),
+            facts: Mutex::new(json!({"status": "ready", "reason": "because"})),
             plans: Mutex::default(),
             seen: Mutex::default(),
             opened: sender,
@@ -144,8 +144,12 @@ impl Front {
     ) -> Self {
         let mut config = RouterConfig { workers: workers.to_vec(), ..RouterConfig::default() };
         configure(&mut config);
-        let proxy = ReverseProxy::new(config).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        Self::at(listener, config).await
+    }
+
+    pub(crate) async fn at(listener: TcpListener, config: RouterConfig) -> Self {
+        let proxy = ReverseProxy::new(config).unwrap();
         let client = Client::new(listener.local_addr().unwrap());
         tokio::spawn(serve(listener, proxy.app(), HEADER_TIMEOUT, std::future::pending()));
         proxy.check_workers().await;
@@ -187,7 +191,8 @@ impl Mute {
                     // Nobody may be waiting for it.
                     let _ = sender.send(stream);
                 } else if !is_dead.load(Ordering::SeqCst) {
-                    let ok = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}";
+                    let ok = b"HTTP/1.1 200 OK\r\ncontent-length: 18\r\nconnection: close\r\n\r\n\
+                               {\"status\":\"ready\"}";
                     stream.writable().await.unwrap();
                     assert_eq!(stream.try_write(ok).unwrap(), ok.len());
                 }

@@ -171,14 +171,14 @@ const checks = {
     await (await rowOf(turn, "[data-stage=hand_off] progress")).waitFor();
     await visit.page.locator("#topology .link.active", { hasNotText: "HTTP" }).waitFor();
     await visit.page.locator("#links li[data-moving=true]", { hasText: "pages moving" }).waitFor();
-    await turn.locator(".way [data-stage=hand_off]", { hasText: /hand-off from .* over / }).waitFor();
+    await turn.locator(".way [data-stage=hand_off]", { hasText: /remote prefill from .* over / }).waitFor();
     assert.equal(await visit.answered(turn), FACT);
     await (await rowOf(turn, "[data-stage=ended][data-outcome=finished]")).waitFor();
     const seen = await recorded(visit);
     const order = ["hand_off", "decode", "ended"].map((stage) => seen.stages.indexOf(stage)).filter((at) => at >= 0);
     assert.ok(seen.stages.includes("hand_off") && seen.stages.at(-1) === "ended", seen.stages.join());
     assert.deepEqual(order, [...order].sort((a, b) => a - b), seen.stages.join());
-    assert.match(await row.innerText(), /queue .*hand-off .*decode /);
+    assert.match(await row.innerText(), /queue .*remote prefill .*decode /);
     assert.ok(await row.locator(".segment.hand_off").count() >= 1);
     await turn.locator(".way [data-stage=ended]").waitFor();
     await visit.page.waitForFunction((least) => Number(document.querySelector("[data-counter=checked]").dataset.value) > least, checked);

@@ -2,20 +2,20 @@
 
 use super::Edge;
 use super::prefixed::{Prefixed, Version};
+use super::unread::{Counted, Open};
+use crate::http::counts::{Closed, HttpCounts};
 use crate::http::tls::HTTP_2;
 use axum::Router;
 use axum::body::Body;
-use bytes::Bytes;
-use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
+use hyper::body::Incoming;
 use hyper::server::conn::{http1, http2};
-use hyper::service::{Service as _, service_fn};
+use hyper::service::{Service, service_fn};
 use hyper::{Request, Response};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use std::convert::Infallible;
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
@@ -64,8 +64,14 @@ impl Serving {
                         Some(HTTP_2) => self.two(stream).await,
                         _ => self.one(stream).await,
                     },
-                    Ok(Err(error)) => return tracing::debug!(%error, "TLS handshake"),
-                    Err(_) => return tracing::debug!("a TLS handshake took too long"),
+                    Ok(Err(error)) => {
+                        edge.counts.count_closed(Closed::HandshakeFailed);
+                        return tracing::debug!(%error, "TLS handshake");
+                    }
+                    Err(_) => {
+                        edge.counts.count_closed(Closed::HandshakeSlow);
+                        return tracing::debug!("a TLS handshake took too long");
+                    }
                 }
             }
             None => {
@@ -82,44 +88,54 @@ impl Serving {
                     Ok(Ok((Version::One, stream))) => self.one(stream).await,
                     Ok(Ok((Version::Two, stream))) => self.two(stream).await,
                     Ok(Err(error)) => return tracing::debug!(%error, "connection"),
-                    Err(_) => return,
+                    Err(_) => return edge.counts.count_closed(Closed::Idle),
                 }
             }
         };
-        if let Err(error) = ended {
-            tracing::debug!(%error, "connection");
-        }
+        ended.note(&edge.counts);
     }
 
-    async fn one(mut self, stream: impl Stream) -> hyper::Result<()> {
+    async fn one(mut self, stream: impl Stream) -> Ended {
+        let open = Open::default();
+        let service = counted(self.app, open.clone());
         let served = http1::Builder::new()
             .timer(TokioTimer::new())
             .header_read_timeout(self.edge.header_timeout)
-            .serve_connection(TokioIo::new(stream), TowerToHyperService::new(self.app));
+            .serve_connection(TokioIo::new(stream), service);
         let mut served = pin!(served);
+        let mut unread = pin!(open.cut_unread(self.edge.send_timeout));
         tokio::select! {
             // What has arrived is looked at first: a connection on which nothing was asked is closed.
             biased;
-            ended = &mut served => ended,
-            _ = self.stopping.changed() => {
-                served.as_mut().graceful_shutdown();
-                served.await
-            }
+            ended = &mut served => return ended.into(),
+            _ = self.stopping.changed() => served.as_mut().graceful_shutdown(),
+            // There is one answer at a time, and its client does not take it.
+            count = &mut unread => return Ended::Unread(count),
+        }
+        tokio::select! {
+            ended = served => ended.into(),
+            count = unread => Ended::Unread(count),
         }
     }
 
-    async fn two(mut self, stream: impl Stream) -> hyper::Result<()> {
-        let open = Open(watch::Sender::new(0));
-        let (app, edge) = (TowerToHyperService::new(self.app), self.edge);
-        let counted = open.clone();
-        let service = service_fn(move |request: Request<Incoming>| {
-            let entered = counted.enter();
-            let answer = app.call(request);
-            async move {
-                let response: Response<Body> = answer.await?;
-                Ok::<_, Infallible>(response.map(|body| Counted { body, _entered: entered }))
+    async fn two(self, stream: impl Stream) -> Ended {
+        let (open, counts) = (Open::default(), Arc::clone(&self.edge.counts));
+        let limit = self.edge.send_timeout;
+        let cut = async {
+            loop {
+                let count = open.cut_unread(limit).await;
+                note_unread(&counts, count);
             }
-        });
+        };
+        tokio::select! {
+            biased;
+            ended = self.two_of(stream, open.clone()) => ended.into(),
+            never = cut => never,
+        }
+    }
+
+    async fn two_of(mut self, stream: impl Stream, open: Open) -> hyper::Result<()> {
+        let edge = self.edge;
         let served = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
             .keep_alive_interval(edge.ping)
@@ -127,7 +143,7 @@ impl Serving {
             .max_concurrent_streams(STREAMS_MAX)
             .max_header_list_size(HEADERS_MAX)
             .max_send_buf_size(UNREAD_MAX)
-            .serve_connection(TokioIo::new(stream), service);
+            .serve_connection(TokioIo::new(stream), counted(self.app, open.clone()));
         let mut served = pin!(served);
         tokio::select! {
             biased;
@@ -148,69 +164,72 @@ impl Serving {
     }
 }
 
-/// A connection, plain or not.
-trait Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static {}
+/// How a connection ended.
+#[derive(Debug)]
+enum Ended {
+    /// By itself, or with an error.
+    Served(hyper::Result<()>),
+    /// Its client took nothing of so many answers.
+    Unread(usize),
+}
 
-impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Stream for S {}
-
-/// How many requests of a connection are being answered.
-#[derive(Clone, Debug)]
-struct Open(watch::Sender<usize>);
-
-impl Open {
-    fn enter(&self) -> Entered {
-        self.0.send_modify(|count| *count += 1);
-        Entered(self.clone())
+impl From<hyper::Result<()>> for Ended {
+    fn from(served: hyper::Result<()>) -> Self {
+        Self::Served(served)
     }
+}
 
-    /// Resolves when there was no request for `limit`.
-    async fn idle(&self, limit: Duration) {
-        let mut count = self.0.subscribe();
-        loop {
-            // The sender is here.
-            let _ = count.wait_for(|count| *count == 0).await;
-            if timeout(limit, count.changed()).await.is_err() {
-                return;
+impl Ended {
+    /// Counts an end that the client did not want.
+    fn note(self, counts: &HttpCounts) {
+        match self {
+            Self::Served(Ok(())) => {}
+            Self::Served(Err(error)) => {
+                if error.is_parse() {
+                    counts.count_closed(Closed::Malformed);
+                } else if error.is_timeout() {
+                    counts.count_closed(Closed::Idle);
+                }
+                tracing::debug!(%error, "connection");
             }
+            Self::Unread(count) => note_unread(counts, count),
         }
     }
 }
 
-/// A request, until its answer has been sent or given up.
-#[derive(Debug)]
-struct Entered(Open);
-
-impl Drop for Entered {
-    fn drop(&mut self) {
-        self.0.0.send_modify(|count| *count -= 1);
-    }
+fn note_unread(counts: &HttpCounts, count: usize) {
+    (0..count).for_each(|_| counts.count_closed(Closed::Unread));
+    tracing::info!(
+        answers = count,
+        "given up: their client takes nothing of them (--send-timeout)"
+    );
 }
 
-/// A body that counts as being sent until it is dropped.
-struct Counted {
-    body: Body,
-    _entered: Entered,
+/// Endpoints whose answers are counted, and watched, until they were sent.
+fn counted(
+    app: Router,
+    open: Open,
+) -> impl Service<
+    Request<Incoming>,
+    Response = Response<Counted>,
+    Error = Infallible,
+    Future: Send + 'static,
+> {
+    let app = TowerToHyperService::new(app);
+    service_fn(move |request: Request<Incoming>| {
+        let entered = open.enter();
+        let answer = app.call(request);
+        async move {
+            let response: Response<Body> = answer.await?;
+            Ok::<_, Infallible>(response.map(|body| entered.body(body)))
+        }
+    })
 }
 
-impl HttpBody for Counted {
-    type Data = Bytes;
-    type Error = axum::Error;
+/// A connection, plain or not.
+trait Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static {}
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(cx)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
+impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Stream for S {}
 
 #[cfg(test)]
 mod tests {

@@ -271,6 +271,19 @@ impl Metrics {
         Self(text.lines().filter(|l| !l.starts_with('#')).filter_map(line).collect())
     }
 
+    /// The same, if there are any.
+    pub(crate) fn try_sum(&self, name: &str, labels: &[&str]) -> Option<f64> {
+        let fits = |series: &str| {
+            series.split('{').next() == Some(name)
+                && labels.iter().all(|label| series.contains(label))
+        };
+        self.0
+            .iter()
+            .filter(|(series, _)| fits(series))
+            .map(|(_, value)| *value)
+            .reduce(|a, b| a + b)
+    }
+
     /// Sum of all series of this name whose labels contain all of `labels`.
     #[track_caller]
     pub(crate) fn sum(&self, name: &str, labels: &[&str]) -> f64 {

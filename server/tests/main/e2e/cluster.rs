@@ -23,7 +23,8 @@ pub(crate) const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
 #[derive(Debug)]
 pub(crate) struct Process {
     args: Vec<String>,
-    variables: Vec<(String, String)>,
+    /// What it has in its environment beside what this process has; counts from the next start on.
+    pub(crate) variables: Vec<(String, String)>,
     /// The operating system's side of it.
     pub(crate) child: Child,
     stdout: Receiver<String>,
@@ -283,7 +284,7 @@ impl Server {
         Self::worker("decode", &prefill.asked_with(flags))
     }
 
-    fn asked_with(&self, flags: &str) -> String {
+    pub(crate) fn asked_with(&self, flags: &str) -> String {
         let bootstrap = self.bootstrap.as_ref().expect("it is a prefill worker");
         format!("--disaggregation-bootstrap {bootstrap} {flags}")
     }

@@ -143,6 +143,99 @@ async fn probes_facts_and_aborts_of_real_workers() {
     pair.decode.process.kill();
 }
 
+#[tokio::test]
+async fn a_signal_while_the_model_is_loaded_ends_the_process_in_good_order() {
+    let port = free_port();
+    let flags = format!("--port {port} --disaggregation-mode null --model-path {MODEL}");
+    let mut process = Process::spawn(&args(&flags));
+    let url = format!("http://127.0.0.1:{port}");
+    // The port answers before the model is there.
+    eventually("it listens", async || get(&format!("{url}/readyz")).await.ok().map(drop)).await;
+    process.terminate();
+    assert!(process.wait_exit().success());
+    let log = process.log_text();
+    // It may have been ready just before.
+    let said = ["stopped by a signal while the model was loaded", "stopped"];
+    assert!(said.iter().any(|line| log.contains(line)), "{log}");
+}
+
+#[tokio::test]
+async fn the_line_to_try_has_what_keys_and_certificates_need() {
+    let files = Files::new();
+    let cert = files.cert().display().to_string();
+    let flags = format!(
+        "--port 0 --disaggregation-mode null --kv-memory-mib 192 --context-length 16384 \
+         --model-path {MODEL} --ssl-certfile {cert} --ssl-keyfile {} --api-key secret",
+        files.key().display()
+    );
+    let mut process = Process::spawn(&args(&flags));
+    let line = process.wait_for("try: curl https://");
+    assert!(line.contains(&format!(" --cacert '{cert}' ")), "{line}");
+    assert!(line.contains(" -H \"authorization: Bearer $DSV4_API_KEY\" "), "{line}");
+    assert!(!line.contains("secret"), "{line}");
+    // What it says is what works, but for the name in the certificate.
+    let command = line[line.find("curl").expect("a command")..].replace("127.0.0.1", "localhost");
+    let shell = format!("{command} -sS --max-time 60");
+    let ran = std::process::Command::new("sh")
+        .args(["-c", &shell])
+        .env("DSV4_API_KEY", "secret")
+        .output();
+    match ran {
+        Ok(output) if output.status.code() != Some(127) => {
+            let text = String::from_utf8_lossy(&output.stdout).into_owned();
+            let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(text.contains("chat.completion"), "{shell}: {text} {errors}");
+        }
+        _ => eprintln!("skipped: there is no curl"),
+    }
+}
+
+/// A router knows the decode worker alone; what its prefill worker keeps goes all the same.
+#[tokio::test]
+async fn a_flush_at_the_router_reaches_prefill_workers_behind_decode_workers() {
+    let mut pair = Pair::start("auto", "");
+    healthy(&pair.decode.url).await;
+    let router = Server::router(&[&pair.decode], "");
+    healthy(&router.url).await;
+    let kept = async |url: &str| Metrics::of(url).await.sum("dsv4:pages", &["block", "cached"]);
+    let ask = async || {
+        let url = format!("{}/v1/completions", router.url);
+        post(&url, &greedy(&prompt(600), 2)).await.expect("an answer").ok()
+    };
+    let first = ask().await;
+    eventually("both keep blocks", async || {
+        let both = [kept(&pair.prefill.url).await, kept(&pair.decode.url).await];
+        both.iter().all(|kept| *kept > 0.0).then_some(())
+    })
+    .await;
+    let flush = format!("{}/flush_cache", router.url);
+    let told = post(&flush, &json!({})).await.expect("an answer").ok();
+    let peers = told["workers"][0]["answer"]["prefill_workers"].clone();
+    assert_eq!(peers.as_array().map(Vec::len), Some(1), "{told}");
+    assert_eq!(peers[0]["flushed"], true, "{told}");
+    assert!(peers[0]["device_blocks"].as_u64() >= Some(2), "{told}");
+    for url in [&pair.prefill.url, &pair.decode.url] {
+        eventually("it keeps nothing", async || (kept(url).await == 0.0).then_some(())).await;
+    }
+    assert!(pair.prefill.process.log_text().contains("as a decode worker asked"));
+    let again = ask().await;
+    assert_eq!(again["choices"], first["choices"]);
+    assert_eq!(again["usage"]["prompt_tokens_details"]["cached_tokens"], 0, "{again}");
+    // One that is gone cannot be flushed, and is named.
+    pair.prefill.process.kill();
+    let missed = eventually("the loss is known", async || {
+        let reply = post(&flush, &json!({})).await.expect("an answer");
+        (reply.status == 502).then(|| reply.json())
+    })
+    .await;
+    let peers = &missed["workers"][0]["answer"]["prefill_workers"];
+    assert_eq!(
+        (&peers[0]["flushed"], &missed["workers"][0]["status"]),
+        (&json!(false), &json!(502))
+    );
+    assert!(peers[0]["reason"].is_string() && peers[0]["address"].is_string(), "{missed}");
+}
+
 /// Stops a worker's thread in the middle of a step.
 #[derive(Debug, Default)]
 struct Block {

@@ -1,7 +1,8 @@
 //! What two processes say when one of them leaves, and what is in the way when one starts.
 
 use super::client::{Metrics, complete, eventually, get, healthy};
-use super::cluster::{MODEL, Pair, Process, Server};
+use super::cluster::{MODEL, Pair, Process, Server, until};
+use super::folder::Folder;
 use super::prompts::prompt;
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
@@ -28,6 +29,43 @@ async fn a_clean_stop_is_no_warning_on_either_side() {
             assert!(log.contains("peer gone"), "{backend}: {log}");
         }
     }
+}
+
+/// The socket of its shared memory is in another folder than the decode worker looks into.
+#[tokio::test]
+async fn without_the_others_shared_memory_auto_uses_tcp() {
+    let folder = Folder::new();
+    let elsewhere = folder.0.display().to_string();
+    let mut prefill = Server::worker_with("prefill", "", &[("TMPDIR", &elsewhere)]);
+    let mut decode = Server::decode_of(&prefill, "");
+    healthy(&decode.url).await;
+    until("it says so", || decode.process.log_text().contains("pages come over TCP").then_some(()));
+    let connected = async |url: &str, transport: &str| {
+        let metrics = Metrics::of(url).await;
+        metrics.try_sum("dsv4:peer_connected", &[&format!("transport=\"{transport}\"")])
+    };
+    eventually("one connection, over TCP", async || {
+        let ways = (connected(&decode.url, "tcp").await, connected(&decode.url, "shm").await);
+        (ways == (Some(1.0), None) && peers(&decode.url).await == 1.0).then_some(())
+    })
+    .await;
+    complete(&decode.url, &prompt(40), 2).await;
+    let handed = Metrics::of(&decode.url).await.sum("dsv4:handoffs_total", &["decode"]);
+    assert_eq!(handed, 1.0, "{}", decode.process.log_text());
+    // It comes back in a place that both see.
+    prefill.process.variables.clear();
+    prefill.process.terminate();
+    assert!(prefill.process.wait_exit().success());
+    prefill.restart();
+    eventually("it is reached through shared memory", async || {
+        (connected(&decode.url, "shm").await == Some(1.0)
+            && connected(&decode.url, "tcp").await.is_none())
+        .then_some(())
+    })
+    .await;
+    complete(&decode.url, &prompt(50), 2).await;
+    decode.process.terminate();
+    assert!(decode.process.wait_exit().success());
 }
 
 #[tokio::test]
