@@ -2,6 +2,8 @@
 //! model. It hears from clients and from the hand-off through one channel.
 
 pub mod cache;
+#[cfg(feature = "faults")]
+mod early;
 pub mod events;
 pub mod faults;
 pub mod heartbeat;
@@ -30,7 +32,7 @@ use dsv4_model::{Model, StepOutput, Workspace};
 use events::KvEvents;
 use faults::{FaultEvent, Faults};
 use heartbeat::Heartbeat;
-use kv_pool::{Fingerprint, PoolKind};
+use kv_pool::{Fingerprint, PageRef, PoolKind};
 pub use pages::need;
 use pd_transfer::driver::{DriverGone, DriverHandle};
 use pd_transfer::endpoint::Upcall;
@@ -337,6 +339,8 @@ pub struct Worker {
     /// Which driver each attempt goes through.
     routes: BTreeMap<AttemptId, usize>,
     lent: BTreeMap<AttemptId, push::Lent>,
+    /// Pages that reads of each attempt may write.
+    landing: BTreeMap<AttemptId, Vec<PageRef>>,
     peers: BTreeMap<PeerKey, Peer>,
     link: Option<Link>,
     shared: Arc<Shared>,
@@ -398,6 +402,7 @@ impl Worker {
             attempts: BTreeMap::new(),
             routes: BTreeMap::new(),
             lent: BTreeMap::new(),
+            landing: BTreeMap::new(),
             peers: BTreeMap::new(),
             link: None,
             shared,
@@ -602,6 +607,8 @@ impl Worker {
                 seq.enter(State::Unwinding { recompute: false });
                 self.scheduler.park(id);
                 self.command(attempt, |driver| driver.cancel(attempt));
+                #[cfg(feature = "faults")]
+                self.free_at_abort(id);
             }
             State::Probing => {
                 if let Some(cache) = &mut self.cache {
@@ -680,6 +687,10 @@ impl Worker {
     }
 
     fn publish(&mut self) {
+        #[cfg(feature = "faults")]
+        if let Some(armed) = crate::faults::armed().filter(|_| self.config.role == Role::Decode) {
+            armed.note_running(self.scheduler.admitted());
+        }
         let n = &mut self.numbers;
         n.queued = self.scheduler.waiting() as u64;
         n.retracted = self.scheduler.retracted() as u64;

@@ -118,6 +118,12 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
             all.push(of(worker, name, kind, value, help));
         }
     }
+    #[cfg(feature = "faults")]
+    if let Some(armed) = crate::faults::armed() {
+        let help = "Times that the fault which is injected into this test build has struck";
+        let m = of(worker, "dsv4:injected_faults_total", Counter, armed.struck(), help);
+        all.push(labelled(m, "fault", armed.injection.fault.name()));
+    }
     for (transport, driver) in &worker.drivers {
         for counter in driver.counters().all() {
             let name = format!("dsv4:transfer_{}_total", counter.name);
