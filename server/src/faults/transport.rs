@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a slow read takes, and one that was called done too early, unless other reads come first.
+/// How long a slow read takes, and one that was called done too early if it is not repeated.
 const HELD: Duration = Duration::from_millis(150);
 /// Pages whose reads were called done too early, and are not again when they are repeated.
 const REMEMBERED: usize = 1 << 16;
@@ -81,6 +81,14 @@ fn head(extents: &Extents, mut bytes: u32) -> Extents {
     Extents::new(&kept).unwrap_or(*extents)
 }
 
+/// Region, offset and generation of a page that is read.
+type Source = (u32, u64, u64);
+
+fn source_of(get: &Get) -> Source {
+    let offset = get.source.first().map_or(0, |extent| extent.offset);
+    (get.source_region.0, offset, get.guard.expect)
+}
+
 /// A read that waits for its time, or for others.
 #[derive(Debug)]
 struct Held {
@@ -95,8 +103,8 @@ struct State {
     held: VecDeque<Held>,
     /// Reads whose end was told already.
     told: BTreeSet<(PeerId, OpId)>,
-    /// Pages at peers whose reads were called done too early: region, offset, generation.
-    early: BTreeSet<(PeerId, u32, u64, u64)>,
+    /// Pages at peers whose reads were called done too early.
+    early: BTreeSet<(PeerId, Source)>,
     /// What the slot of final records was filled with last.
     slot: Option<Sampled>,
 }
@@ -318,9 +326,9 @@ impl Shared {
                 return None;
             }
             Damage::Late => {
-                let page = (peer, get.source_region.0, read.page, get.guard.expect);
+                let page = (peer, source_of(&get));
                 let mut state = lock(&self.state);
-                // Its bytes come before those of the read that repeats it, if that is not late itself.
+                // One that repeats it is in time, and its bytes come after those of the first.
                 if state.early.len() >= REMEMBERED || !state.early.insert(page) {
                     return Some(get);
                 }
@@ -388,7 +396,11 @@ impl Transport for Faulty {
     }
 
     fn get_many(&mut self, from: PeerId, gets: Vec<Get>) -> Vec<(OpId, TransportError)> {
-        if self.shared.armed.injection.fault == Fault::NotifyFirst {
+        let is_repeated = {
+            let state = lock(&self.shared.state);
+            gets.iter().any(|get| state.early.contains(&(from, source_of(get))))
+        };
+        if is_repeated {
             self.shared.release(false);
         }
         let gets = gets.into_iter().filter_map(|get| self.shared.damage(from, get));
