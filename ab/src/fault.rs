@@ -195,7 +195,7 @@ impl FaultReport {
         };
         let sum = |number: fn(&Run) -> f64| {
             let protected = runs.iter().filter(|(run, _)| run.part == Part::Protected);
-            protected.map(|(run, _)| number(run)).sum()
+            protected.fold(0.0, |sum, (run, _)| sum + number(run))
         };
         // Answers that came, in the time that they took; also those that nobody waited for.
         let speed = |(run, lines): &(Run, Vec<Line>)| lines.len() as f64 / run.seconds.max(1e-3);
@@ -443,7 +443,8 @@ mod tests {
 
     #[test]
     fn what_is_not_as_it_should_be_is_said() {
-        let said = |runs: &[(Run, Vec<Line>)]| Injected::new(&[fault()], runs).complaints().join(";");
+        let said =
+            |runs: &[(Run, Vec<Line>)]| Injected::new(&[fault()], runs).complaints().join(";");
         assert!(said(&runs(0, 0, 0)).contains("no answer showed it"));
         assert!(said(&runs(5, 1, 0)).contains("nothing to strike"));
         assert!(said(&runs(5, 0, 1)).contains("in spite of the protection"));

@@ -25,7 +25,8 @@ pub(super) fn is_of_faults(dir: &Path) -> bool {
 pub(super) fn report_again(dir: &Path) -> Result<()> {
     let plan = read_plan(&dir.join(PLAN_FILE))?;
     let path = dir.join(RUNS_FILE);
-    let text = std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
+    let text =
+        std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
     let mut runs = Vec::new();
     for line in text.lines() {
         let run: Run =
@@ -106,7 +107,12 @@ impl Lab {
         Ok(runs)
     }
 
-    fn run_fault(&mut self, (fault, part): (&Fault, Part), cell: &str, file: String) -> Result<Run> {
+    fn run_fault(
+        &mut self,
+        (fault, part): (&Fault, Part),
+        cell: &str,
+        file: String,
+    ) -> Result<Run> {
         let before = Plan { faults: Vec::new(), ..self.plan.clone() };
         self.plan.flags.extend(fault.flags.iter().cloned());
         if part != Part::Reference {
@@ -117,8 +123,9 @@ impl Lab {
         let asked = self.ask_all(cell, &file);
         (self.plan.flags, self.plan.workload) = (before.flags, before.workload);
         let (lines, seconds, metrics) = asked?;
-        let sum = |selector: &Selector| metrics.iter().map(|page| selector.sum(page)).sum::<f64>();
-        let caught = fault.selectors()?.iter().map(sum).sum();
+        let sum =
+            |selector: &Selector| metrics.iter().fold(0.0, |sum, page| sum + selector.sum(page));
+        let caught = fault.selectors()?.iter().fold(0.0, |all, selector| all + sum(selector));
         let struck = sum(&STRUCK.parse().context("name of a counter")?);
         println!("  {}; struck {struck}, caught {caught}", summary(&lines, seconds));
         let evidence = match part {

@@ -235,8 +235,7 @@ impl Lab {
         if let Some(url) = setup.url.clone() {
             return Ok(Started { url, at_once, servers: None });
         }
-        let servers =
-            Servers::start(&self.server, &setup, &self.plan.flags, (&self.out, name))?;
+        let servers = Servers::start(&self.server, &setup, &self.plan.flags, (&self.out, name))?;
         Ok(Started { url: servers.url.clone(), at_once, servers: Some(servers) })
     }
 

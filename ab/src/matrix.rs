@@ -170,7 +170,8 @@ impl Matrix {
         let mut text = String::new();
         for &factor in factors {
             let level = cell.0.get(factor).zip(self.0.get(factor));
-            let Some((level, factor)) = level.and_then(|(l, f)| Some((f.levels.get(*l)?, f))) else {
+            let Some((level, factor)) = level.and_then(|(l, f)| Some((f.levels.get(*l)?, f)))
+            else {
                 continue;
             };
             let own = format!("{} {}", factor.name, level.name);
@@ -433,10 +434,7 @@ mod tests {
         let cell = Cell(vec![1, 1, 1, 1]);
         assert_eq!(matrix.words(&cell, &[0, 1]), "PD hand-off of the index key, BF16");
         assert_eq!(matrix.words(&cell, &[1]), "the index key, BF16");
-        assert_eq!(
-            matrix.words(&cell, &[0, 1, 3]),
-            "PD hand-off of the index key, BF16, load 60"
-        );
+        assert_eq!(matrix.words(&cell, &[0, 1, 3]), "PD hand-off of the index key, BF16, load 60");
         assert_eq!(matrix.words(&cell, &[2]), "cache on");
     }
 

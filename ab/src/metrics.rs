@@ -69,7 +69,8 @@ impl Selector {
                 name == self.name && self.labels.iter().all(|label| labels.contains(label));
             if is_meant { value.parse::<f64>().ok() } else { None }
         });
-        values.sum()
+        // Not `sum`, which is -0 of nothing.
+        values.fold(0.0, |sum, value| sum + value)
     }
 }
 

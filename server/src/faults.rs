@@ -87,7 +87,7 @@ impl Fault {
             // A lane is now and then ahead of another one.
             Self::NotifyFirst => 0.1,
             // Some reads take long; those that nobody aborts are none the worse for it.
-            Self::FreedAtAbort => 0.5,
+            Self::FreedAtAbort => 0.1,
             _ => 1.0,
         }
     }

@@ -20,13 +20,10 @@ const TRACE: &[u8] = b"half_index_key";
 /// Builds server and lab, and runs a plan; more arguments go to `ab run` or `ab faults`.
 pub(crate) fn run(plan: Plan, more: &[String]) -> Result<()> {
     let mut build = sh::cargo();
-    build.args(["build", "--release", "--locked"]);
+    build.args(["build", "--release", "--locked", "-p", "server", "-p", "ab"]);
     if plan == Plan::Faults {
         // The library with the feature is another one: the program that is released stays as it is.
-        sh::run(sh::cargo().args(["build", "--release", "--locked", "-p", "ab"]))?;
-        build.args(["-p", "server", "--features", "faults", "--bin", "server-faulty"]);
-    } else {
-        build.args(["-p", "server", "-p", "ab"]);
+        build.args(["--features", "server/faults", "--bin", "server-faulty", "--bin", "ab"]);
     }
     sh::run(&mut build)?;
     let (task, file, out) = match plan {

@@ -20,8 +20,10 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a slow read takes, and one that was called done too early if it is not repeated.
-const HELD: Duration = Duration::from_millis(150);
+/// How long a read takes that was called done too early, if it is not repeated.
+const LATE: Duration = Duration::from_millis(150);
+/// How long a slow read takes.
+const SLOW: Duration = Duration::from_secs(2);
 /// Pages whose reads were called done too early, and are not again when they are repeated.
 const REMEMBERED: usize = 1 << 16;
 
@@ -151,11 +153,7 @@ pub fn inject(
 }
 
 /// Puts faults around a transport.
-fn around(
-    inner: TransportFactory,
-    layout: Layout,
-    armed: &'static Armed,
-) -> TransportFactory {
+fn around(inner: TransportFactory, layout: Layout, armed: &'static Armed) -> TransportFactory {
     Box::new(move |sink: EventSink| {
         let (wake, jobs) = unbounded();
         let shared = Shared {
@@ -336,11 +334,11 @@ impl Shared {
                 drop(state);
                 self.armed.strike();
                 self.call_done(peer, &get);
-                self.hold(peer, get);
+                self.hold(peer, get, LATE);
                 return None;
             }
             Damage::Slow => {
-                self.hold(peer, get);
+                self.hold(peer, get, SLOW);
                 return None;
             }
         }
@@ -348,8 +346,8 @@ impl Shared {
         Some(get)
     }
 
-    fn hold(&self, peer: PeerId, get: Get) {
-        lock(&self.state).held.push_back(Held { due: Instant::now() + HELD, peer, get });
+    fn hold(&self, peer: PeerId, get: Get, time: Duration) {
+        lock(&self.state).held.push_back(Held { due: Instant::now() + time, peer, get });
         // The thread ends after the transport.
         let _ = self.wake.send(Job::Look);
     }

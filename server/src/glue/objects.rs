@@ -14,10 +14,9 @@ use dsa_kernels::{DeviceError, Mem};
 use hicache::store::format::{FormatError, Header, Section, object_bytes};
 use hicache::{ObjectKey, Part};
 use kv_pool::{
-    BLOCK_TOKENS, CacheKind, Fingerprint, Geometry, PageDigest, PageRef, PageTag, PoolKind, WINDOW_PAGE_ROWS,
-    WINDOW_TOKENS,
+    BLOCK_TOKENS, CacheKind, Fingerprint, Geometry, PageDigest, PageRef, PageTag, PoolKind,
+    WINDOW_PAGE_ROWS, WINDOW_TOKENS,
 };
-use pd_transfer::page_hash::PageHash;
 use std::sync::Arc;
 
 /// Window pages without which nothing can go on from a 256-token boundary; a carry page is the rest.
@@ -299,7 +298,7 @@ impl ObjectMemory {
 /// Copies a page of an object to the device.
 #[cfg(not(feature = "faults"))]
 fn restore(
-    hash: &mut dyn PageHash,
+    hash: &mut dyn pd_transfer::page_hash::PageHash,
     _: CacheKind,
     page: &[u8],
     (mem, offset): (&Mem, u64),

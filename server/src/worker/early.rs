@@ -11,7 +11,8 @@ impl Worker {
     /// Frees the pages of a sequence whose hand-off has just been called off. Where the reads own what
     /// they write, the pages stay out of use all the same, and that is counted.
     pub(super) fn free_at_abort(&mut self, id: SeqId) {
-        let Some(armed) = armed().filter(|armed| armed.injection.fault == Fault::FreedAtAbort) else {
+        let Some(armed) = armed().filter(|armed| armed.injection.fault == Fault::FreedAtAbort)
+        else {
             return;
         };
         let Some(seq) = self.sequences.get_mut(&id) else { return };

@@ -12,8 +12,8 @@ use crate::glue::payload::FirstToken;
 use crate::glue::pools::PoolError;
 use crate::scheduler::SeqId;
 use kv_pool::{
-    BLOCK_TOKENS, Owner, PageRef, PageTable, PlanEntry, PoolKind, Proof, WINDOW_PAGE_ROWS, handoff_plan,
-    plan_hash, window_start,
+    BLOCK_TOKENS, Owner, PageRef, PageTable, PlanEntry, PoolKind, Proof, WINDOW_PAGE_ROWS,
+    handoff_plan, plan_hash, window_start,
 };
 use pd_transfer::endpoint::Upcall;
 use pd_transfer::receiver::{FailReason, PageFault, Start, Target};
