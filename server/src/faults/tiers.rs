@@ -10,8 +10,11 @@ use pd_transfer::wire::Extent;
 use std::borrow::Cow;
 use std::sync::{Mutex, PoisonError};
 
+/// An object that was loaded.
+type Loaded = (ObjectKey, Vec<u8>);
+
 /// The object of each part that was loaded last: what a slot of the host tier is filled with next.
-static LAST: Mutex<[Option<(ObjectKey, Vec<u8>)>; 2]> = Mutex::new([None, None]);
+static LAST: Mutex<[Option<Loaded>; 2]> = Mutex::new([None, None]);
 
 /// What a load reads: the object, or with `stale_host_page` one whose second half is another's, which was
 /// written to its slot while it was read.

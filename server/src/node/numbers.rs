@@ -119,11 +119,7 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
         }
     }
     #[cfg(feature = "faults")]
-    if let Some(armed) = crate::faults::armed() {
-        let help = "Times that the fault which is injected into this test build has struck";
-        let m = of(worker, "dsv4:injected_faults_total", Counter, armed.struck(), help);
-        all.push(labelled(m, "fault", armed.injection.fault.name()));
-    }
+    all.extend(injected(worker));
     for (transport, driver) in &worker.drivers {
         for counter in driver.counters().all() {
             let name = format!("dsv4:transfer_{}_total", counter.name);
@@ -138,6 +134,15 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
         }
     }
     all
+}
+
+/// How often the fault has struck that is injected into this process.
+#[cfg(feature = "faults")]
+fn injected(worker: &WorkerHandle) -> Option<Metric> {
+    let armed = crate::faults::armed()?;
+    let help = "Times that the fault which is injected into this test build has struck";
+    let m = of(worker, "dsv4:injected_faults_total", Counter, armed.struck(), help);
+    Some(labelled(m, "fault", armed.injection.fault.name()))
 }
 
 /// What the tiers below the device hold and have done, tier by tier.
