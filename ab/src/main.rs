@@ -84,6 +84,9 @@ struct RunArgs {
     /// Seed, instead of the plan's.
     #[arg(long)]
     seed: Option<u64>,
+    /// Conversations, instead of the plan's: a rare fault needs many.
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    sessions: Option<u32>,
     /// Variable that holds the key for servers that want one.
     #[arg(long, default_value = "AB_API_KEY", value_name = "NAME")]
     api_key_variable: String,
@@ -198,6 +201,7 @@ impl Lab {
     fn open(args: &RunArgs, server: &str) -> Result<Self> {
         let mut plan = read_plan(&args.plan)?;
         plan.seed = args.seed.unwrap_or(plan.seed);
+        plan.workload.sessions = args.sessions.unwrap_or(plan.workload.sessions);
         std::fs::create_dir_all(&args.out)
             .with_context(|| format!("make {}", args.out.display()))?;
         let text = toml::to_string(&plan).context("write the plan down")?;

@@ -39,26 +39,27 @@ async fn half_an_index_key_changes_answers_or_is_caught() {
     const INDEX: &str = "--index-k-dtype bf16 --disable-radix-cache";
     let expected = {
         let healthy = Server::faulty("both", INDEX);
-        let metrics = Metrics::of(&healthy.url).await;
-        assert_eq!(metrics.sum("dsv4:injected_faults_total", &[]), 0.0);
         answers(&healthy).await
     };
     let flags = format!("{INDEX} --fault half_index_key");
+    let decode = "role=\"decode\"";
     {
         let trusting = Server::faulty("both", &format!("{flags} --fault-protection off"));
         assert_ne!(answers(&trusting).await, expected, "damage that nothing looks for shows");
         let metrics = Metrics::of(&trusting.url).await;
-        assert!(metrics.sum("dsv4:injected_faults_total", &["half_index_key"]) > 0.0);
-        assert_eq!(metrics.sum("dsv4:prompts_recomputed_total", &["decode"]), 0.0);
+        let fault = "fault=\"half_index_key\"";
+        assert!(metrics.sum("dsv4:injected_faults_total", &[decode, fault]) > 0.0);
+        assert_eq!(metrics.sum("dsv4:prompts_recomputed_total", &[decode]), 0.0);
     }
     let protected = Server::faulty("both", &flags);
     assert_eq!(answers(&protected).await, expected, "damage that is caught does not show");
     let metrics = Metrics::of(&protected.url).await;
     let caught = |event: &str| {
-        metrics.sum("dsv4:handoff_faults_total", &[&format!("event=\"{event}\""), "c4_index"])
+        let event = format!("event=\"{event}\"");
+        metrics.sum("dsv4:handoff_faults_total", &[&event, "kind=\"c4_index\""])
     };
     assert!(caught("mismatch") >= 2.0 * LENGTHS.len() as f64, "each prompt, and its repetition");
-    let recomputed = metrics.sum("dsv4:prompts_recomputed_total", &["decode"]);
+    let recomputed = metrics.sum("dsv4:prompts_recomputed_total", &[decode]);
     assert_eq!(recomputed, LENGTHS.len() as f64);
     let log = protected.process.log_text();
     let line = log.lines().find(|line| line.contains("kind=\"c4_index\""));
