@@ -85,8 +85,14 @@ async fn ask_once(client: &Client, subject: &Subject, cell: &str, ask: &Ask) -> 
     let mut first = None;
     let mut left = false;
     let answer = read_answer(client, subject, ask, (&mut first, &mut left), begun);
-    let ending = match timeout(subject.answer, answer).await {
+    let patience = ask.hangs_up_ms.map(|ms| Duration::from_millis(ms.into()));
+    let longest = patience.map_or(subject.answer, |patience| patience.min(subject.answer));
+    let ending = match timeout(longest, answer).await {
         Ok(ending) => ending,
+        Err(_) if longest < subject.answer => {
+            left = true;
+            Ending::Lost("its client hung up".to_owned())
+        }
         Err(_) => Ending::Lost(format!("no end within {} s", subject.answer.as_secs())),
     };
     let us = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
@@ -179,4 +185,17 @@ fn chain(error: &dyn std::error::Error) -> String {
         cause = error.source();
     }
     text
+}
+
+/// What a server says of itself at `/metrics`.
+///
+/// # Errors
+/// Why it could not be read.
+pub async fn metrics(url: &str) -> Result<String, String> {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let client = Client::builder().connect_timeout(CONNECT_MAX).timeout(CONNECT_MAX).build();
+    let client = client.map_err(|error| chain(&error))?;
+    let response = client.get(format!("{url}/metrics")).send().await;
+    let response = response.and_then(Response::error_for_status).map_err(|error| chain(&error))?;
+    response.text().await.map_err(|error| chain(&error))
 }

@@ -203,7 +203,7 @@ pub fn judge(ending: &Ending, truth: &Truth, bench: &Bench<'_>) -> Verdict {
 }
 
 /// Mean distance over what both have; 0 if one has none.
-fn distance(a: &[f64], b: &[f64]) -> f64 {
+pub(crate) fn distance(a: &[f64], b: &[f64]) -> f64 {
     let count = a.len().min(b.len());
     if count == 0 {
         return 0.0;

@@ -13,8 +13,10 @@
 
 pub mod config;
 pub mod drive;
+pub mod fault;
 pub mod judge;
 pub mod matrix;
+pub mod metrics;
 pub mod plan;
 pub mod record;
 pub mod report;

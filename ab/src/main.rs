@@ -3,12 +3,15 @@
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a command-line tool")]
 
+mod faulty;
+
 use ab::drive::{self, Subject};
 use ab::judge::Ending;
-use ab::matrix::{Bisection, Cell, Conclusion, Factor, Finding};
+use ab::matrix::{Bisection, Cell, Conclusion, Finding};
 use ab::plan::Plan;
 use ab::record::{self, Line};
 use ab::report::{Report, power_note, shown};
+use ab::stats::Rate;
 use ab::subject::Servers;
 use ab::tally::{Pairs, Tally};
 use anyhow::{Context as _, Result, bail};
@@ -38,8 +41,20 @@ enum Task {
         #[command(flatten)]
         run: RunArgs,
         /// The bad cell, as factor=level,factor=level.
-        #[arg(long, value_name = "CELL")]
-        bad: String,
+        #[arg(long, value_name = "CELL", required_unless_present = "fault")]
+        bad: Option<String>,
+        /// A fault of the plan that is injected in every cell, with the protection off.
+        #[arg(long, value_name = "NAME")]
+        fault: Option<String>,
+    },
+    /// Inject the faults of a plan into the test build of our server, with the protection off and on.
+    Faults {
+        /// What is run.
+        #[command(flatten)]
+        run: RunArgs,
+        /// Only these faults; may be given several times.
+        #[arg(long, value_name = "NAME")]
+        only: Vec<String>,
     },
     /// Make the report of a run again, from its lines.
     Report {
@@ -59,15 +74,19 @@ enum Task {
 struct RunArgs {
     /// Plan (TOML).
     plan: PathBuf,
-    /// Our server's program, for cells without a url.
-    #[arg(long, default_value = "target/release/server", value_name = "FILE")]
-    server: PathBuf,
+    /// Our server's program, for cells without a url [default: target/release/server, and
+    /// server-faulty there for faults].
+    #[arg(long, value_name = "FILE")]
+    server: Option<PathBuf>,
     /// Folder for lines, logs and the report; it is made.
     #[arg(long, default_value = "ab-out", value_name = "DIR")]
     out: PathBuf,
     /// Seed, instead of the plan's.
     #[arg(long)]
     seed: Option<u64>,
+    /// Conversations, instead of the plan's: a rare fault needs many.
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    sessions: Option<u32>,
     /// Variable that holds the key for servers that want one.
     #[arg(long, default_value = "AB_API_KEY", value_name = "NAME")]
     api_key_variable: String,
@@ -75,8 +94,16 @@ struct RunArgs {
 
 fn main() -> ExitCode {
     let result = match Cli::parse().task {
-        Task::Run(args) => Lab::open(&args).and_then(|lab| lab.run_all()),
-        Task::Bisect { run, bad } => Lab::open(&run).and_then(|lab| lab.bisect(&bad)),
+        Task::Run(args) => Lab::open(&args, SERVER).and_then(|lab| lab.run_all()),
+        Task::Bisect { run, bad, fault } => {
+            let server = if fault.is_some() { FAULTY_SERVER } else { SERVER };
+            let lab = Lab::open(&run, server);
+            lab.and_then(|lab| lab.search(bad.as_deref(), fault.as_deref()))
+        }
+        Task::Faults { run, only } => {
+            Lab::open(&run, FAULTY_SERVER).and_then(|lab| lab.faults(&only))
+        }
+        Task::Report { dir } if faulty::is_of_faults(&dir) => faulty::report_again(&dir),
         Task::Report { dir } => report_again(&dir),
         Task::Requests { plan } => requests(&plan),
         Task::Power => {
@@ -92,6 +119,11 @@ fn main() -> ExitCode {
         }
     }
 }
+
+/// Our server, as it is released.
+const SERVER: &str = "target/release/server";
+/// The test build of it.
+const FAULTY_SERVER: &str = "target/release/server-faulty";
 
 fn read_plan(path: &Path) -> Result<Plan> {
     let shown = path.display();
@@ -143,8 +175,17 @@ fn report_again(dir: &Path) -> Result<()> {
     print!("{}", report.markdown());
     println!("\nreport: {}", dir.join("report.html").display());
     let (judged, corrupted) = report.total();
-    println!("figure ab.judged {judged} answers\nfigure ab.corrupted {corrupted} answers");
+    let of = if is_ours(&plan) { ".protected" } else { "" };
+    println!("figure ab.judged{of} {judged} answers\nfigure ab.corrupted{of} {corrupted} answers");
     Ok(())
+}
+
+/// Whether all cells are our server as it is released.
+fn is_ours(plan: &Plan) -> bool {
+    let mut levels = plan.factors.0.iter().flat_map(|factor| &factor.levels);
+    let is_injected = |flags: &[String]| flags.iter().any(|flag| flag.starts_with("--fault"));
+    !is_injected(&plan.flags)
+        && levels.all(|level| level.url.is_none() && !is_injected(&level.flags))
 }
 
 /// A plan that is being run.
@@ -157,9 +198,10 @@ struct Lab {
 }
 
 impl Lab {
-    fn open(args: &RunArgs) -> Result<Self> {
+    fn open(args: &RunArgs, server: &str) -> Result<Self> {
         let mut plan = read_plan(&args.plan)?;
         plan.seed = args.seed.unwrap_or(plan.seed);
+        plan.workload.sessions = args.sessions.unwrap_or(plan.workload.sessions);
         std::fs::create_dir_all(&args.out)
             .with_context(|| format!("make {}", args.out.display()))?;
         let text = toml::to_string(&plan).context("write the plan down")?;
@@ -170,7 +212,8 @@ impl Lab {
             .enable_all()
             .build()
             .context("start the client's threads")?;
-        let (server, out) = (args.server.clone(), args.out.clone());
+        let server = args.server.clone().unwrap_or_else(|| server.into());
+        let out = args.out.clone();
         Ok(Self { plan, server, out, api_key, runtime })
     }
 
@@ -179,52 +222,56 @@ impl Lab {
         for (number, cell) in cells.iter().enumerate() {
             let name = self.plan.factors.name(cell);
             println!("{} of {}: {name}", number + 1, cells.len());
-            let mut started = self.start(cell, number)?;
+            let mut started = self.start(cell, &format!("cell-{number:02}"))?;
             let begun = Instant::now();
             let lines = started.ask(self, &name, 0..self.plan.workload.sessions)?;
             println!("  {}", summary(&lines, begun.elapsed()));
-            let mut text = String::new();
-            for line in &lines {
-                text += &serde_json::to_string(line).context("write a line")?;
-                text.push('\n');
-            }
-            let path = file_of(&self.out, number);
-            std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
+            write_lines(&file_of(&self.out, number), &lines)?;
             some_answer(&name, &lines)?;
         }
         report_again(&self.out)
     }
 
     /// The servers of a cell.
-    fn start(&self, cell: &Cell, number: usize) -> Result<Started> {
+    fn start(&self, cell: &Cell, name: &str) -> Result<Started> {
         let setup = self.plan.factors.setup(cell, self.plan.at_once);
         let at_once = setup.at_once;
         if let Some(url) = setup.url.clone() {
-            return Ok(Started { url, at_once, _servers: None });
+            return Ok(Started { url, at_once, servers: None });
         }
-        let servers = Servers::start(
-            &self.server,
-            &setup,
-            &self.plan.flags,
-            (&self.out, &format!("cell-{number:02}")),
-        )?;
-        Ok(Started { url: servers.url.clone(), at_once, _servers: Some(servers) })
+        let servers = Servers::start(&self.server, &setup, &self.plan.flags, (&self.out, name))?;
+        Ok(Started { url: servers.url.clone(), at_once, servers: Some(servers) })
+    }
+
+    /// A search between the healthy cell and a bad one, perhaps with a fault of the plan.
+    fn search(mut self, bad: Option<&str>, fault: Option<&str>) -> Result<()> {
+        let fault = fault.map(|name| self.plan.fault(name).cloned()).transpose()?;
+        let factors = &self.plan.factors;
+        let bad = match (bad, &fault) {
+            (Some(bad), _) => factors.cell(bad)?,
+            (None, Some(fault)) => fault.bad(factors)?,
+            (None, None) => bail!("no bad cell is named"),
+        };
+        if let Some(fault) = fault {
+            self.plan.flags.extend(fault.flags.iter().cloned().chain(fault.injected(false)));
+        }
+        self.bisect(bad)
     }
 
     /// Runs cells until it is clear which factors the fault needs.
-    fn bisect(&self, bad: &str) -> Result<()> {
+    fn bisect(&self, bad: Cell) -> Result<()> {
         let factors = &self.plan.factors;
-        let (healthy, bad) = (factors.healthy(), factors.cell(bad)?);
+        let healthy = factors.healthy();
         if healthy == bad {
             bail!("the bad cell is the healthy one: every factor has its first level");
         }
         let sessions = 0..self.plan.workload.sessions;
         let name = factors.name(&healthy);
         println!("{name} (healthy)");
-        let reference = self.start(&healthy, 0)?.ask(self, &name, sessions)?;
+        let reference = self.start(&healthy, "cell-00")?.ask(self, &name, sessions)?;
         some_answer(&name, &reference)?;
-        let bad_levels = self.names(&bad);
-        let mut search = Bisection::new(healthy.clone(), bad);
+        let words = |factors: &[usize]| self.plan.factors.words(&bad, factors);
+        let mut search = Bisection::new(healthy.clone(), bad.clone());
         let own = Tally::new(&reference, None);
         println!("  not right: {}", shown(&own.failure()));
         let is_clean = own.corrupted == 0;
@@ -243,7 +290,7 @@ impl Lab {
             search.handle_finding(cell, finding);
         }
         let conclusion = search.poll_conclusion().context("the search ended without a word")?;
-        println!("\n{}", self.said(&conclusion, &bad_levels));
+        println!("\n{}", said(&conclusion, &words));
         Ok(())
     }
 
@@ -257,7 +304,7 @@ impl Lab {
     ) -> Result<(Finding, f64)> {
         let name = self.plan.factors.name(cell);
         println!("{name}");
-        let mut started = self.start(cell, number)?;
+        let mut started = self.start(cell, &format!("cell-{number:02}"))?;
         let (all, step) = (self.plan.workload.sessions, started.at_once.max(16));
         let mut lines: Vec<Line> = Vec::new();
         let mut from = 0;
@@ -279,36 +326,31 @@ impl Lab {
         }
         Ok((Finding::Unclear, 0.0))
     }
+}
 
-    /// The levels of a cell, by position.
-    fn names(&self, cell: &Cell) -> Vec<String> {
-        let one = |(factor, level): (&Factor, &usize)| {
-            let level = factor.levels.get(*level).map_or("?", |level| level.name.as_str());
-            format!("{} {level}", factor.name)
-        };
-        self.plan.factors.0.iter().zip(&cell.0).map(one).collect()
-    }
-
-    fn said(&self, conclusion: &Conclusion, levels: &[String]) -> String {
-        let names = |factors: &[usize]| {
-            let names: Vec<&str> =
-                factors.iter().filter_map(|n| levels.get(*n).map(String::as_str)).collect();
-            names.join(", ")
-        };
-        match conclusion {
-            Conclusion::Needs(factors) => format!("the fault needs: {}", names(factors)),
-            Conclusion::AnyOf(factors) => {
-                format!("any of these alone brings the fault: {}", names(factors))
-            }
-            Conclusion::NothingToFind(why) => (*why).to_owned(),
-            Conclusion::Open(factors) if factors.is_empty() => {
-                "undecided: more sessions may tell".to_owned()
-            }
-            Conclusion::Open(factors) => {
-                format!("undecided, but these are needed: {}", names(factors))
-            }
+fn said(conclusion: &Conclusion, words: &dyn Fn(&[usize]) -> String) -> String {
+    match conclusion {
+        Conclusion::Needs(factors) => format!("the fault needs: {}", words(factors)),
+        Conclusion::AnyOf(factors) => {
+            format!("any of these alone brings the fault: {}", words(factors))
+        }
+        Conclusion::NothingToFind(why) => (*why).to_owned(),
+        Conclusion::Open(factors) if factors.is_empty() => {
+            "undecided: more sessions may tell".to_owned()
+        }
+        Conclusion::Open(factors) => {
+            format!("undecided, but these are needed: {}", words(factors))
         }
     }
+}
+
+fn write_lines(path: &Path, lines: &[Line]) -> Result<()> {
+    let mut text = String::new();
+    for line in lines {
+        text += &serde_json::to_string(line).context("write a line")?;
+        text.push('\n');
+    }
+    std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
 }
 
 /// What came of a cell, in a line.
@@ -346,14 +388,15 @@ fn judge_cell(
 ) -> (Finding, f64) {
     let tally = Tally::new(lines, same_answers.then_some(reference));
     let pairs = Pairs::new(lines, reference);
-    let (corruption, failure) = (tally.corruption(), tally.failure());
+    let failure = tally.failure();
     let is_worse = pairs.only_first > pairs.only_second && pairs.p() < 0.05;
     if is_worse || (same_answers && tally.corrupted > 0) {
         return (Finding::Bad, failure.value());
     }
-    // Half of what the bad cell showed would have been seen.
+    // Half of what the bad cell showed would have been seen: in signs, or in what is wrong here alone.
     let expected = rate.unwrap_or(0.02) / 2.0;
-    if tally.corrupted == 0 && corruption.high < expected.max(0.01) {
+    let seen = Rate::new(pairs.only_first.max(tally.corrupted), tally.judged());
+    if tally.corrupted == 0 && seen.high < expected.max(0.01) {
         return (Finding::Clean, failure.value());
     }
     (Finding::Unclear, failure.value())
@@ -363,7 +406,7 @@ fn judge_cell(
 struct Started {
     url: String,
     at_once: u32,
-    _servers: Option<Servers>,
+    servers: Option<Servers>,
 }
 
 impl Started {

@@ -10,6 +10,9 @@ use std::collections::BTreeMap;
 pub struct Level {
     /// Its name in reports.
     pub name: String,
+    /// What a search calls it that has found it to be needed; `factor level` if it does not say.
+    #[serde(default)]
+    pub says: Option<String>,
     /// Flags for our own servers.
     #[serde(default)]
     pub flags: Vec<String>,
@@ -159,6 +162,28 @@ impl Matrix {
             format!("{}={level}", factor.name)
         });
         names.collect::<Vec<_>>().join(",")
+    }
+
+    /// Levels of a cell in words: what they say of themselves, one after the other.
+    #[must_use]
+    pub fn words(&self, cell: &Cell, factors: &[usize]) -> String {
+        let mut text = String::new();
+        for &factor in factors {
+            let level = cell.0.get(factor).zip(self.0.get(factor));
+            let Some((level, factor)) = level.and_then(|(l, f)| Some((f.levels.get(*l)?, f)))
+            else {
+                continue;
+            };
+            let own = format!("{} {}", factor.name, level.name);
+            let words = level.says.as_ref().unwrap_or(&own);
+            match words.strip_prefix("of ") {
+                Some(words) if text.is_empty() => text += words,
+                Some(_) => text += &format!(" {words}"),
+                None if text.is_empty() => text += words,
+                None => text += &format!(", {words}"),
+            }
+        }
+        text
     }
 
     /// What a cell is run with; of a thing that several factors say, the last one holds.
@@ -399,6 +424,18 @@ mod tests {
         assert_eq!(twice.check(), Err(MatrixError::Twice("unified".to_owned())));
         twice.0[1].levels.truncate(1);
         assert_eq!(twice.check(), Err(MatrixError::Levels("mode".to_owned(), 1)));
+    }
+
+    #[test]
+    fn levels_say_what_they_are() {
+        let mut matrix = matrix();
+        matrix.0[0].levels[1].says = Some("PD hand-off".to_owned());
+        matrix.0[1].levels[1].says = Some("of the index key, BF16".to_owned());
+        let cell = Cell(vec![1, 1, 1, 1]);
+        assert_eq!(matrix.words(&cell, &[0, 1]), "PD hand-off of the index key, BF16");
+        assert_eq!(matrix.words(&cell, &[1]), "the index key, BF16");
+        assert_eq!(matrix.words(&cell, &[0, 1, 3]), "PD hand-off of the index key, BF16, load 60");
+        assert_eq!(matrix.words(&cell, &[2]), "cache on");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The file that says what is run: workload, factors, and how a fault is told.
 
+use crate::fault::{Fault, FaultError};
 use crate::matrix::{Cell, Factor, Matrix, MatrixError};
 use crate::workload::Workload;
 use serde::{Deserialize, Serialize};
@@ -33,6 +34,9 @@ pub struct Plan {
     /// Cells to run, as `factor=level,...`; all combinations if there are none.
     #[serde(default)]
     pub cells: Vec<String>,
+    /// Faults to inject into the test build of our server.
+    #[serde(default, rename = "fault")]
+    pub faults: Vec<Fault>,
 }
 
 const fn one() -> u64 {
@@ -56,6 +60,9 @@ pub enum PlanError {
     /// Factors or cells that make no sense.
     #[error(transparent)]
     Matrix(#[from] MatrixError),
+    /// A fault that cannot be looked for.
+    #[error(transparent)]
+    Fault(#[from] FaultError),
     /// A number out of range.
     #[error("{field} is {value}, and must be {wanted}")]
     Range {
@@ -96,8 +103,26 @@ impl Plan {
         range("workload.tokens_last", last, "tokens_first or more", grows)?;
         let share = (0.0..=1.0).contains(&work.aborts);
         range("workload.aborts", work.aborts.to_string(), "from 0 to 1", share)?;
+        let share = (0.0..=1.0).contains(&work.hang_ups);
+        range("workload.hang_ups", work.hang_ups.to_string(), "from 0 to 1", share)?;
         self.cells()?;
+        for (number, fault) in self.faults.iter().enumerate() {
+            fault.check(&self.factors)?;
+            if self.faults[..number].iter().any(|known| known.name == fault.name) {
+                return Err(MatrixError::Twice(fault.name.clone()).into());
+            }
+        }
         Ok(())
+    }
+
+    /// The fault of a name.
+    ///
+    /// # Errors
+    /// [`FaultError::Unknown`], with those that there are.
+    pub fn fault(&self, name: &str) -> Result<&Fault, FaultError> {
+        let known = || self.faults.iter().map(|fault| fault.name.clone()).collect();
+        let found = self.faults.iter().find(|fault| fault.name == name);
+        found.ok_or_else(|| FaultError::Unknown(name.to_owned(), known()))
     }
 
     /// The cells to run, the healthy one first.
@@ -171,6 +196,7 @@ mod tests {
             ("tokens_last = 640", "tokens_last = 3", "workload.tokens_last is 3"),
             ("\"mode=pd\", ", "\"mode=x\", ", "no level \"x\""),
             ("kind = \"agents\"", "kind = \"x\"", "unknown variant"),
+            ("model = \"dsv4-mini\"", "model = \"m\"\nhang_ups = 2.0", "hang_ups is 2"),
             ("same_answers", "same_answer", "unknown field"),
             ("model = \"dsv4-mini\"", "model = \"m\"\naborts = 2.0", "aborts is 2"),
         ] {

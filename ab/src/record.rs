@@ -1,6 +1,6 @@
 //! What happened, one line of JSON for each request: every figure of a report comes from here.
 
-use crate::judge::{Bench, Ending, Truth, Verdict, judge};
+use crate::judge::{Bench, Ending, Sign, Truth, Verdict, distance, judge};
 use crate::workload::Ask;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -119,18 +119,30 @@ impl Line {
 }
 
 /// Verdicts of a cell held against another cell that had the same requests: with greedy sampling on a
-/// server that computes the same whatever else runs, another answer is a fault by itself.
+/// server that computes the same whatever else runs, another answer is a fault by itself, and so are log
+/// probabilities further from its than a mean distance, if one is given.
 #[must_use]
-pub fn against<'a>(lines: &'a [Line], reference: &[Line]) -> Vec<(&'a Line, Verdict)> {
+pub fn against<'a>(
+    lines: &'a [Line],
+    reference: &[Line],
+    logprob_distance: Option<f64>,
+) -> Vec<(&'a Line, Verdict)> {
     let known: BTreeMap<(u32, u32), &Line> =
         reference.iter().map(|line| (line.place(), line)).collect();
     let judged = lines.iter().map(|line| {
         let other = known.get(&line.place()).filter(|other| other.request == line.request);
         let verdict = match (&line.ending, other.map(|other| &other.ending)) {
             (Ending::Answered(answer), Some(Ending::Answered(reference)))
-                if line.verdict.is_judged() && !answer.says_the_same(reference) =>
+                if line.verdict.is_judged() =>
             {
-                with_sign(&line.verdict)
+                let far = |most| distance(&answer.logprobs, &reference.logprobs) > most;
+                if !answer.says_the_same(reference) {
+                    with_sign(&line.verdict, Sign::Differs)
+                } else if logprob_distance.is_some_and(far) {
+                    with_sign(&line.verdict, Sign::Logprobs)
+                } else {
+                    line.verdict.clone()
+                }
             }
             _ => line.verdict.clone(),
         };
@@ -139,15 +151,14 @@ pub fn against<'a>(lines: &'a [Line], reference: &[Line]) -> Vec<(&'a Line, Verd
     judged.collect()
 }
 
-fn with_sign(verdict: &Verdict) -> Verdict {
-    use crate::judge::Sign;
+fn with_sign(verdict: &Verdict, sign: Sign) -> Verdict {
     match verdict {
         Verdict::Corrupted(signs) => {
             let mut signs = signs.clone();
-            signs.push(Sign::Differs);
+            signs.push(sign);
             Verdict::Corrupted(signs)
         }
-        _ => Verdict::Corrupted(vec![Sign::Differs]),
+        _ => Verdict::Corrupted(vec![sign]),
     }
 }
 

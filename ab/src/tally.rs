@@ -34,9 +34,19 @@ impl Tally {
     /// The sums of a cell; with a reference, other answers than its are corruption.
     #[must_use]
     pub fn new(lines: &[Line], reference: Option<&[Line]>) -> Self {
+        Self::compared(lines, reference, None)
+    }
+
+    /// The same; with a distance, log probabilities further from the reference's are corruption too.
+    #[must_use]
+    pub fn compared(
+        lines: &[Line],
+        reference: Option<&[Line]>,
+        logprob_distance: Option<f64>,
+    ) -> Self {
         let mut tally = Self::default();
         let judged: Vec<(&Line, Verdict)> = match reference {
-            Some(reference) => against(lines, reference),
+            Some(reference) => against(lines, reference, logprob_distance),
             None => lines.iter().map(|line| (line, line.verdict.clone())).collect(),
         };
         for (line, verdict) in judged {
@@ -192,6 +202,18 @@ mod tests {
         assert_eq!(tally.signs[&Sign::Differs], 1);
         // The same wrong answer is the model's.
         assert_eq!(Tally::new(&ours, Some(&ours)).wrong, 1);
+        // The same words with other probabilities are corruption where a distance is given.
+        let said = |logprob: f64| {
+            let mut line = line(0, "a", "a");
+            if let Ending::Answered(answer) = &mut line.ending {
+                answer.logprobs = vec![logprob];
+            }
+            [line]
+        };
+        let far = Tally::compared(&said(-0.5), Some(&said(-0.1)), Some(0.1));
+        assert_eq!((far.corrupted, far.signs[&Sign::Logprobs]), (1, 1));
+        assert_eq!(Tally::compared(&said(-0.5), Some(&said(-0.1)), Some(0.5)).corrupted, 0);
+        assert_eq!(Tally::compared(&said(-0.5), Some(&said(-0.1)), None).corrupted, 0);
         // Of another request nothing follows.
         let other = [Line { request: "other".to_owned(), ..line(0, "c", "a") }];
         assert_eq!(Tally::new(&ours, Some(&other)).corrupted, 0);

@@ -13,6 +13,8 @@ use serde_json::{Value, json};
 const TOKENS_PER_WORD: f64 = 1.9;
 /// Tokens of tools and template, about.
 const AROUND: usize = 330;
+/// Longest time after which a client that is to hang up does, in milliseconds.
+const HANG_UP_MS: usize = 3000;
 /// Tokens of output that are asked for.
 const MAX_TOKENS: u32 = 96;
 
@@ -58,6 +60,12 @@ pub struct Workload {
     /// Share of the requests whose client leaves in the middle of the answer.
     #[serde(default)]
     pub aborts: f64,
+    /// Share of the requests whose client leaves before the first piece of the answer.
+    #[serde(default)]
+    pub hang_ups: f64,
+    /// Whether the log probabilities of the answers are asked for.
+    #[serde(default)]
+    pub logprobs: bool,
     /// Name of the model.
     pub model: String,
 }
@@ -75,6 +83,8 @@ pub struct Ask {
     pub truth: Truth,
     /// The client leaves after so many pieces of a streamed answer.
     pub leaves_after: Option<u32>,
+    /// The client leaves so many milliseconds after it has asked, whatever has come.
+    pub hangs_up_ms: Option<u32>,
 }
 
 impl Workload {
@@ -201,20 +211,29 @@ impl Workload {
         // Drawn for each request, so that the share of aborts changes no text.
         let (draw, pieces) = (rng.below(1 << 20), 1 + rng.below(4));
         let leaves = (draw as f64) < self.aborts * f64::from(1 << 20);
+        // Of draws that nothing else depends on.
+        let mut aside = rng.clone();
+        let hangs_up = (aside.below(1 << 20) as f64) < self.hang_ups * f64::from(1 << 20);
+        let hangs_up_ms = hangs_up.then(|| 20 + aside.below(HANG_UP_MS) as u32);
+        let mut body = json!({
+            "model": self.model,
+            "messages": messages,
+            "tools": text::tools(),
+            "temperature": 0,
+            "max_tokens": MAX_TOKENS,
+            "stream": true,
+            "stream_options": {"include_usage": true},
+        });
+        if self.logprobs {
+            body["logprobs"] = json!(true);
+        }
         asks.push(Ask {
             session,
             turn: u32::try_from(asks.len()).unwrap_or(u32::MAX),
-            body: json!({
-                "model": self.model,
-                "messages": messages,
-                "tools": text::tools(),
-                "temperature": 0,
-                "max_tokens": MAX_TOKENS,
-                "stream": true,
-                "stream_options": {"include_usage": true},
-            }),
+            body,
             truth,
             leaves_after: leaves.then_some(pieces as u32),
+            hangs_up_ms,
         });
     }
 }
@@ -232,6 +251,8 @@ mod tests {
             tokens_first: 600,
             tokens_last: 1200,
             aborts: 0.0,
+            hang_ups: 0.0,
+            logprobs: false,
             model: "m".to_owned(),
         }
     }
@@ -263,6 +284,24 @@ mod tests {
         let all = hasty.all(1).count();
         assert!(leaves * 10 > all && leaves * 2 < all, "{leaves} of {all}");
         assert!(calm.all(1).all(|ask| ask.leaves_after.is_none()));
+    }
+
+    #[test]
+    fn neither_does_the_share_of_those_who_hang_up() {
+        let calm = workload(Kind::Agents);
+        let rude = Workload { hang_ups: 0.3, ..calm.clone() };
+        assert_eq!(bodies(&calm, 1), bodies(&rude, 1));
+        let hang_ups = rude.all(1).filter(|ask| ask.hangs_up_ms.is_some()).count();
+        let all = rude.all(1).count();
+        assert!(hang_ups * 10 > all && hang_ups * 2 < all, "{hang_ups} of {all}");
+        assert!(calm.all(1).all(|ask| ask.hangs_up_ms.is_none()));
+    }
+
+    #[test]
+    fn log_probabilities_are_asked_for_where_that_is_said() {
+        let asked = Workload { logprobs: true, ..workload(Kind::Forks) };
+        assert!(asked.all(1).all(|ask| ask.body["logprobs"] == true));
+        assert!(workload(Kind::Forks).all(1).all(|ask| ask.body.get("logprobs").is_none()));
     }
 
     #[test]

@@ -34,7 +34,10 @@ pub struct Cli {
 ///
 /// [`layers::LayerError`].
 pub fn read() -> Result<layers::Layered, layers::LayerError> {
-    layers::parse(std::env::args_os(), std::env::vars_os())
+    let args = std::env::args_os();
+    #[cfg(feature = "faults")]
+    let args = crate::faults::arm(args)?;
+    layers::parse(args, std::env::vars_os())
 }
 
 /// Programs beside the worker.

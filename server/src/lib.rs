@@ -4,6 +4,8 @@ pub mod cache_command;
 pub mod clock;
 pub mod config;
 pub mod engine;
+#[cfg(feature = "faults")]
+pub mod faults;
 pub mod glue;
 pub mod grammar;
 pub mod http;

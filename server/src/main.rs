@@ -26,7 +26,7 @@ use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
-fn main() -> ExitCode {
+pub(crate) fn main() -> ExitCode {
     abort_on_panic();
     let Layered { cli, settings, unknown } = match config::read() {
         Ok(layered) => layered,

@@ -16,6 +16,8 @@ use crate::engine::{
     CancelOnDrop, Engine, EngineInfo, Flushing, GenerateRequest, Generation, Health, Stats,
     SubmitError,
 };
+#[cfg(feature = "faults")]
+use crate::faults::transport::inject;
 use crate::glue::handoff::PageVerifier;
 use crate::glue::mover::Reports;
 use crate::glue::pools::{POOLS, PageCounts, Pools};
@@ -675,6 +677,11 @@ impl<'a> Assembly<'a> {
         let verifier: Arc<dyn Verifier> = match &self.options.wrap_verifier {
             Some(wrap) => wrap(Arc::clone(&draft.verifier)),
             None => draft.verifier.clone(),
+        };
+        #[cfg(feature = "faults")]
+        let (factory, verifier) = match draft.role {
+            Role::Decode => inject((&parts.geometry, parts.counts), factory, verifier),
+            Role::Prefill | Role::Unified => (factory, verifier),
         };
         let (inbox, driver) = (draft.inbox.clone(), draft.drivers.len());
         let upcalls = Arc::new(move |upcall| {

@@ -2,6 +2,8 @@
 //! model. It hears from clients and from the hand-off through one channel.
 
 pub mod cache;
+#[cfg(feature = "faults")]
+mod early;
 pub mod events;
 pub mod faults;
 pub mod heartbeat;
@@ -33,7 +35,7 @@ use dsv4_model::{Model, StepOutput, Workspace};
 use events::KvEvents;
 use faults::{FaultEvent, Faults};
 use heartbeat::Heartbeat;
-use kv_pool::{Fingerprint, PoolKind};
+use kv_pool::{Fingerprint, PageRef, PoolKind};
 use order::OrderNews;
 pub use pages::need;
 use pd_transfer::driver::{DriverGone, DriverHandle};
@@ -315,6 +317,8 @@ pub struct Worker {
     lent: BTreeMap<AttemptId, push::Lent>,
     /// Orders to prefill workers that are not answered.
     orders: BTreeMap<AttemptId, order::Pending>,
+    /// Pages that reads of each attempt may write.
+    landing: BTreeMap<AttemptId, Vec<PageRef>>,
     peers: BTreeMap<PeerKey, Peer>,
     link: Option<Link>,
     shared: Arc<Shared>,
@@ -377,6 +381,7 @@ impl Worker {
             routes: BTreeMap::new(),
             lent: BTreeMap::new(),
             orders: BTreeMap::new(),
+            landing: BTreeMap::new(),
             peers: BTreeMap::new(),
             link: None,
             shared,
@@ -582,6 +587,8 @@ impl Worker {
                 seq.enter(State::Unwinding { recompute: false });
                 self.scheduler.park(id);
                 self.command(attempt, |driver| driver.cancel(attempt));
+                #[cfg(feature = "faults")]
+                self.free_at_abort(id);
             }
             State::Probing => {
                 if let Some(cache) = &mut self.cache {
@@ -660,6 +667,10 @@ impl Worker {
     }
 
     fn publish(&mut self) {
+        #[cfg(feature = "faults")]
+        if let Some(armed) = crate::faults::armed().filter(|_| self.config.role == Role::Decode) {
+            armed.note_running(self.scheduler.admitted());
+        }
         let n = &mut self.numbers;
         n.queued = self.scheduler.waiting() as u64;
         n.retracted = self.scheduler.retracted() as u64;

@@ -90,9 +90,12 @@ enum Task {
     /// The corruption lab over our own server: twelve cells of the mini model.
     Ab {
         /// Short prompts: 320 to 640 tokens, under ten minutes.
-        #[arg(long)]
+        #[arg(long, conflicts_with = "faults")]
         quick: bool,
-        /// More arguments for `ab run`.
+        /// Historical faults in a test build, with the protection off and on.
+        #[arg(long)]
+        faults: bool,
+        /// More arguments for `ab run` or `ab faults`.
         #[arg(last = true)]
         more: Vec<String>,
     },
@@ -179,7 +182,9 @@ fn perform(task: Task) -> Result<()> {
         Task::Bench { compare: None, suite, no_peers, quick } => {
             bench::run(suite, bench::Extent { has_peers: !no_peers, is_quick: quick })
         }
-        Task::Ab { quick, more } => ab::run(quick, &more),
+        Task::Ab { faults: true, more, .. } => ab::run(ab::Plan::Faults, &more),
+        Task::Ab { quick: true, more, .. } => ab::run(ab::Plan::Quick, &more),
+        Task::Ab { more, .. } => ab::run(ab::Plan::Full, &more),
         Task::Docs => docs::run(),
         Task::External => external::run(),
         Task::Versions { task: VersionsTask::Check } => versions::check(),
@@ -217,6 +222,8 @@ mod tests {
         assert!(parse(&["xtask", "bench", "nothing"]).is_err());
         assert!(parse(&["xtask", "kernels", "build", "--arch", "sm_90a,sm_120a"]).is_ok());
         assert!(parse(&["xtask", "kernels", "build", "--arch", "sm_75"]).is_err());
+        assert!(parse(&["xtask", "ab", "--faults", "--", "--only", "early_read"]).is_ok());
+        assert!(parse(&["xtask", "ab", "--faults", "--quick"]).is_err());
         assert!(parse(&["xtask", "test", "sim", "--seed", "7"]).is_ok());
         assert!(parse(&["xtask", "test", "sim", "--requests", "100000"]).is_ok());
         assert!(parse(&["xtask", "test", "faults", "--aborts", "9", "--transport", "tcp"]).is_ok());

@@ -30,6 +30,8 @@ fn workload(sessions: u32) -> Workload {
         tokens_first: 400,
         tokens_last: 600,
         aborts: 0.0,
+        hang_ups: 0.0,
+        logprobs: false,
         model: "m".to_owned(),
     }
 }

@@ -136,6 +136,10 @@ pub enum LayerError {
         /// Where a value of elsewhere came from.
         note: Option<String>,
     },
+    /// Flags of the test build.
+    #[cfg(feature = "faults")]
+    #[error(transparent)]
+    Faults(#[from] crate::faults::FlagError),
     /// The file cannot be read.
     #[error("--config {}: {error}", path.display())]
     File {

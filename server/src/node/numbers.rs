@@ -119,6 +119,8 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
             all.push(of(worker, name, kind, value, help));
         }
     }
+    #[cfg(feature = "faults")]
+    all.extend(injected(worker));
     for (transport, driver) in &worker.drivers {
         for counter in driver.counters().all() {
             let name = format!("dsv4:transfer_{}_total", counter.name);
@@ -145,6 +147,15 @@ fn peer_metric(worker: &WorkerHandle, (address, driver): &(String, usize)) -> Op
     let transport = worker.drivers.get(*driver).map_or("", |(name, _)| *name);
     let metric = of(worker, "dsv4:peer_connected", Gauge, 1, help);
     Some(labelled(labelled(metric, "peer", address), "transport", transport))
+}
+
+/// How often the fault has struck that is injected into this process.
+#[cfg(feature = "faults")]
+fn injected(worker: &WorkerHandle) -> Option<Metric> {
+    let armed = crate::faults::armed()?;
+    let help = "Times that the fault which is injected into this test build has struck";
+    let m = of(worker, "dsv4:injected_faults_total", Counter, armed.struck(), help);
+    Some(labelled(m, "fault", armed.injection.fault.name()))
 }
 
 /// What the tiers below the device hold and have done, tier by tier.

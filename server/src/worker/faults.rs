@@ -9,6 +9,8 @@ pub enum FaultEvent {
     Mismatch,
     /// A page changed at its owner while it was read.
     Stale,
+    /// A page was given up while a read could still write it, and kept from others until none could.
+    HeldBack,
     /// Target pages were set aside.
     Quarantine,
     /// They were asked for again into fresh pages.
@@ -30,6 +32,7 @@ impl FaultEvent {
         match self {
             Self::Mismatch => "mismatch",
             Self::Stale => "stale",
+            Self::HeldBack => "held_back",
             Self::Quarantine => "quarantine",
             Self::Retry => "retry",
             Self::Failed => "failed",

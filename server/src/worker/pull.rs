@@ -13,8 +13,8 @@ use crate::glue::payload::FirstToken;
 use crate::glue::pools::PoolError;
 use crate::scheduler::SeqId;
 use kv_pool::{
-    BLOCK_TOKENS, Owner, PageTable, PlanEntry, PoolKind, Proof, WINDOW_PAGE_ROWS, handoff_plan,
-    plan_hash, window_start,
+    BLOCK_TOKENS, Owner, PageRef, PageTable, PlanEntry, PoolKind, Proof, WINDOW_PAGE_ROWS,
+    handoff_plan, plan_hash, window_start,
 };
 use pd_transfer::endpoint::Upcall;
 use pd_transfer::receiver::{FailReason, PageFault, Start, Target};
@@ -24,6 +24,11 @@ use std::sync::atomic::Ordering;
 
 /// Most prefill workers that are asked for one prompt.
 const ASKED_MAX: usize = 3;
+
+/// Owner of pages that reads of a sequence's hand-off may write; motions of the cache have lower numbers.
+const fn landing(id: SeqId) -> Owner {
+    Owner::LocalCopy(1 << 63 | id)
+}
 
 impl Worker {
     /// News from the hand-off's driver.
@@ -197,6 +202,8 @@ impl Worker {
         let attempt = AttemptId(bytes);
         let context = Arc::new(TagBinding::new(link.fingerprint, &seq.tokens));
         link.verifier.expect(attempt, Arc::clone(&context));
+        let fresh: Vec<PageRef> =
+            table.all_pages().filter(|page| self.pools.is_filling(*page)).collect();
         seq.journey.land(context.landed(), landing.len(), have * BLOCK_TOKENS);
         let request = seq.as_request();
         let start = Start {
@@ -218,11 +225,37 @@ impl Worker {
         seq.enter(State::Pulling { attempt });
         self.attempts.insert(attempt, id);
         self.routes.insert(attempt, driver);
+        self.keep_landing(attempt, id, &fresh);
         self.command(attempt, |driver| driver.start(start));
         if let Some(peer) = self.peers.get_mut(&key) {
             peer.pending += 1;
         }
         true
+    }
+
+    /// The reads of an attempt own the pages that they write: whatever becomes of the sequence, nobody
+    /// else gets these before the reads have ended.
+    fn keep_landing(&mut self, attempt: AttemptId, id: SeqId, pages: &[PageRef]) {
+        #[cfg(feature = "faults")]
+        if crate::faults::is_trusting() {
+            return;
+        }
+        for &page in pages {
+            if let Err(error) = self.pools.add_owner(page, landing(id)) {
+                panic!("give a page to the reads of sequence {id}: {error}");
+            }
+        }
+        self.landing.entry(attempt).or_default().extend(pages);
+    }
+
+    /// No read of an attempt is under way any more.
+    fn free_landing(&mut self, attempt: AttemptId, id: SeqId) {
+        for page in self.landing.remove(&attempt).unwrap_or_default() {
+            let proof = Some(Proof::OwnCompletionDrained);
+            if let Err(error) = self.pools.remove_owner(page, landing(id), proof) {
+                panic!("take a page from the reads of sequence {id}: {error}");
+            }
+        }
     }
 
     /// Pages for a whole prompt: its blocks, its last window rows, its carry; and how many of the
@@ -306,7 +339,7 @@ impl Worker {
             let first = keys.first().and_then(|key| PlanEntry::from_key(key.0).ok());
             let pool = first.map_or("unknown", |entry| entry.pool.name());
             self.count_fault(id, FaultEvent::Quarantine, pool);
-            match self.replace_group(id, *group, keys) {
+            match self.replace_group((attempt, id), *group, keys) {
                 Ok(mut fresh) => {
                     self.count_fault(id, FaultEvent::Retry, pool);
                     landing.append(&mut fresh);
@@ -328,7 +361,7 @@ impl Worker {
 
     fn replace_group(
         &mut self,
-        id: SeqId,
+        (attempt, id): (AttemptId, SeqId),
         group: u32,
         keys: &[Key],
     ) -> Result<Vec<Target>, PoolError> {
@@ -349,10 +382,12 @@ impl Worker {
         self.pools.quarantine(old)?;
         self.pools.remove_owner(old, seq.owner, None)?;
         seq.quarantined.push(old);
-        match targets(&self.pools, table, &entries) {
-            Ok(landing) => Ok(landing),
+        let landing = match targets(&self.pools, table, &entries) {
+            Ok(landing) => landing,
             Err(error) => panic!("plan the retry of sequence {id}: {error}"),
-        }
+        };
+        self.keep_landing(attempt, id, &[fresh]);
+        Ok(landing)
     }
 
     /// All pages of a prompt are here and verified.
@@ -456,6 +491,7 @@ impl Worker {
         }
         self.routes.remove(&attempt);
         let id = self.attempts.remove(&attempt)?;
+        self.free_landing(attempt, id);
         if let Some(peer) = self.sequences.get(&id).and_then(|s| s.peer)
             && let Some(peer) = self.peers.get_mut(&peer)
         {

@@ -30,6 +30,8 @@ mod faulted;
 mod folder;
 #[path = "e2e/found.rs"]
 mod found;
+#[path = "e2e/injected.rs"]
+mod injected;
 #[path = "e2e/kv_events.rs"]
 mod kv_events;
 #[path = "e2e/node_clients.rs"]

@@ -48,6 +48,14 @@ impl Process {
         Self::spawn_command(command, args, variables)
     }
 
+    /// The test build with faults, and these flags.
+    #[cfg(feature = "faults")]
+    fn spawn_faulty(args: &[String]) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_server-faulty"));
+        command.args(args);
+        Self::spawn_command(command, args, &[])
+    }
+
     /// The same after a shell has set a limit, like `ulimit -v 1000`.
     pub(crate) fn spawn_limited(limit: &str, flags: &str) -> Self {
         let mut command = Command::new("sh");
@@ -257,6 +265,13 @@ impl Server {
     pub(crate) fn worker_with(mode: &str, flags: &str, variables: &[(&str, &str)]) -> Self {
         let args = Self::arguments(mode, flags);
         Self::after(LISTENS, Process::spawn_with(&args, variables), mode == "prefill")
+    }
+
+    /// A worker of the test build, with these flags beside.
+    #[cfg(feature = "faults")]
+    pub(crate) fn faulty(mode: &str, flags: &str) -> Self {
+        let args = Self::arguments(mode, flags);
+        Self::after(READY, Process::spawn_faulty(&args), mode == "prefill")
     }
 
     fn worker_that_says(said: &str, mode: &str, flags: &str) -> Self {
