@@ -52,6 +52,8 @@ pub mod starting;
 mod stop;
 pub mod tls;
 mod tokens;
+mod trace;
+mod verify;
 
 use crate::engine::{Engine, Provenance};
 use crate::trace::{Sampling, Span, TraceParent, new_span_id};
@@ -157,6 +159,8 @@ pub struct AppState {
     open: Arc<OpenRequests>,
     /// For the one probe at a time.
     probe_slot: Semaphore,
+    /// For the one audit at a time.
+    audit_slot: Semaphore,
 }
 
 impl AppState {
@@ -232,6 +236,7 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
         encode_slots: Arc::new(Semaphore::new(cores)),
         open: Arc::default(),
         probe_slot: Semaphore::new(1),
+        audit_slot: Semaphore::new(1),
         engine,
         tokenizer,
         config,
@@ -250,6 +255,8 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
         .route("/metrics", get(info::metrics))
         .route("/stats.json", get(info::stats))
         .route("/flush_cache", post(info::flush_cache))
+        .route("/verify", post(verify::verify))
+        .route("/trace/{id}", get(trace::trace))
         .route("/v1/models", get(info::models))
         .route("/v1/models/{id}", get(info::model))
         .route("/v1/chat/completions", post(chat::chat_completions))
@@ -381,7 +388,7 @@ async fn observe(
 
 /// A path as a label: one of a fixed set.
 pub(crate) fn known_path(path: &str) -> &'static str {
-    const PATHS: [&str; 21] = [
+    const PATHS: [&str; 22] = [
         "/",
         "/health",
         "/readyz",
@@ -392,6 +399,7 @@ pub(crate) fn known_path(path: &str) -> &'static str {
         "/get_model_info",
         "/abort_request",
         "/flush_cache",
+        "/verify",
         "/metrics",
         "/stats.json",
         "/v1/models",
@@ -407,6 +415,7 @@ pub(crate) fn known_path(path: &str) -> &'static str {
     match PATHS.into_iter().find(|&known| known == path) {
         Some(known) => known,
         None if path.starts_with("/v1/models/") => "/v1/models/{id}",
+        None if path.starts_with("/trace/") => "/trace/{id}",
         None if page::is_asset(path) => "/assets/{name}",
         None => "other",
     }

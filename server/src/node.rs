@@ -1,5 +1,6 @@
 //! A worker process put together: model, workers, hand-off, and the engine that HTTP talks to.
 
+mod asks;
 mod cache;
 pub mod found;
 mod health;
@@ -8,12 +9,14 @@ mod memory;
 mod numbers;
 pub mod peers;
 
+use crate::audit::{Auditing, Wish};
 use crate::clock::{Clock, unix_seconds};
 use crate::config::{Backend, ConfigError, Mode, ServeArgs};
 use crate::engine::{
-    CancelOnDrop, Engine, EngineInfo, Flushed, Flushing, GenerateRequest, Generation, Health,
-    Stats, SubmitError,
+    CancelOnDrop, Engine, EngineInfo, Flushing, GenerateRequest, Generation, Health, Stats,
+    SubmitError,
 };
+use crate::evidence::Witnessing;
 use crate::glue::handoff::PageVerifier;
 use crate::glue::mover::Reports;
 use crate::glue::pools::{POOLS, PageCounts, Pools};
@@ -59,6 +62,9 @@ pub type WrapVerifier = Box<dyn Fn(Arc<PageVerifier>) -> Arc<dyn Verifier>>;
 /// Puts other kernels around those of the processor.
 pub type WrapKernels = Box<dyn Fn(Arc<dyn Kernels>) -> Arc<dyn Kernels>>;
 
+/// Sees the pools of a worker before it runs: tests keep their memory, to damage pages of it.
+pub type SeePools = Box<dyn Fn(Role, &Pools)>;
+
 /// What tests may put in place of a part, and who hears how far the start is.
 #[derive(Default)]
 pub struct NodeOptions {
@@ -70,6 +76,8 @@ pub struct NodeOptions {
     pub wrap_store: Option<WrapStore>,
     /// Wraps the operations of the forward pass.
     pub wrap_kernels: Option<WrapKernels>,
+    /// Sees the pools of each worker.
+    pub see_pools: Option<SeePools>,
     /// Hears what is being loaded.
     pub tell: Option<Tell>,
 }
@@ -226,32 +234,17 @@ impl Engine for NodeEngine {
         health::health_of(&self.workers, self.watchdog)
     }
 
-    fn flush_cache(&self, stores: bool) -> Flushing {
-        let ask = |worker: &WorkerHandle| {
-            let (done, answer) = tokio::sync::oneshot::channel();
-            // A worker that has ended keeps nothing.
-            drop(worker.inbox.send(WorkerMsg::Flush { stores, done }));
-            answer
-        };
-        let answers: Vec<_> = self.workers.iter().map(ask).collect();
-        Box::pin(async move {
-            let mut parts = Vec::with_capacity(answers.len());
-            for answer in answers {
-                parts.push(answer.await.unwrap_or_default());
-            }
-            sum_of(&parts)
-        })
+    fn audit(&self, wish: Wish) -> Auditing {
+        asks::audit(&self.workers, wish)
     }
-}
 
-/// Sums over workers.
-fn sum_of(parts: &[Flushed]) -> Flushed {
-    parts.iter().fold(Flushed::default(), |sum, part| Flushed {
-        blocks: sum.blocks + part.blocks,
-        boundaries: sum.boundaries + part.boundaries,
-        host_objects: sum.host_objects + part.host_objects,
-        stored_objects: sum.stored_objects + part.stored_objects,
-    })
+    fn testify(&self, request_id: &str) -> Witnessing {
+        asks::testify(&self.workers, request_id)
+    }
+
+    fn flush_cache(&self, stores: bool) -> Flushing {
+        asks::flush(&self.workers, stores)
+    }
 }
 
 /// A running process: model, workers and hand-off.
@@ -495,6 +488,7 @@ impl Parts {
             reserved_decode_tokens: args.num_reserved_decode_tokens,
             local_prefill_max: args.max_local_prefill_length,
             keep_prefixes: !args.disable_radix_cache,
+            trace_pages: args.trace_pages,
             patience: Patience {
                 queue: (args.queue_timeout > 0).then(|| Duration::from_secs(args.queue_timeout)),
                 first_token: args.first_token_timeout.map(Duration::from_secs),
@@ -626,6 +620,9 @@ impl<'a> Assembly<'a> {
         let device = CpuDevice::new();
         let pools = Pools::new(Arc::clone(&parts.geometry), &device, parts.counts)
             .context("allocate the page pools")?;
+        if let Some(see) = &self.options.see_pools {
+            see(role, &pools);
+        }
         let verifier = Arc::new(PageVerifier::default());
         let shared = Arc::new(Shared::default());
         // Clients are bounded by the queue limit, upcalls by the driver's own bounds.

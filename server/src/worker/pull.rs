@@ -189,7 +189,9 @@ impl Worker {
             panic!("read random bytes for an attempt's id: {error}");
         }
         let attempt = AttemptId(bytes);
-        let context = Arc::new(TagBinding::new(link.fingerprint, &seq.tokens));
+        let context = TagBinding::new(link.fingerprint, &seq.tokens);
+        let is_witnessed = self.witness.is_some();
+        let context = Arc::new(if is_witnessed { context.witnessed() } else { context });
         link.verifier.expect(attempt, Arc::clone(&context));
         seq.journey.land(context.landed(), landing.len(), have * BLOCK_TOKENS);
         let request = seq.as_request();
@@ -212,6 +214,8 @@ impl Worker {
         seq.enter(State::Pulling { attempt });
         self.attempts.insert(attempt, id);
         self.routes.insert(attempt, driver);
+        self.witness_attempt(id, attempt, key);
+        self.witness_reused(id);
         self.command(attempt, |driver| driver.start(start));
         if let Some(peer) = self.peers.get_mut(&key) {
             peer.pending += 1;
@@ -450,6 +454,7 @@ impl Worker {
         }
         self.routes.remove(&attempt);
         let id = self.attempts.remove(&attempt)?;
+        self.witness_arrived(id);
         if let Some(peer) = self.sequences.get(&id).and_then(|s| s.peer)
             && let Some(peer) = self.peers.get_mut(&peer)
         {
