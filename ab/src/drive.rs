@@ -180,3 +180,20 @@ fn chain(error: &dyn std::error::Error) -> String {
     }
     text
 }
+
+/// Status and text of a GET.
+///
+/// # Errors
+/// [`ClientError`] if nobody answers.
+pub async fn get(url: &str, api_key: Option<&str>) -> Result<(u16, String), ClientError> {
+    // The one implementation of cryptography that is linked; that it was chosen before is as good.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let client = Client::builder().connect_timeout(CONNECT_MAX).build()?;
+    let mut request = client.get(url);
+    if let Some(key) = api_key {
+        request = request.bearer_auth(key);
+    }
+    let response = request.send().await?;
+    let status = response.status().as_u16();
+    Ok((status, response.text().await?))
+}

@@ -11,6 +11,7 @@ use ab::record::{self, Line};
 use ab::report::{Report, power_note, shown};
 use ab::subject::Servers;
 use ab::tally::{Pairs, Tally};
+use ab::trace::{Answer, Trace};
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, Parser, Subcommand};
 use std::io::Write as _;
@@ -51,8 +52,28 @@ enum Task {
         /// Plan.
         plan: PathBuf,
     },
+    /// Follow the pages of a request through workers that keep that (--trace-pages): the digest of
+    /// each page at every stop, and the first stop at which one differs.
+    ///
+    /// Exit code 0 if none differs, 1 if one does or the workers know nothing of the request.
+    Trace(TraceArgs),
     /// Say how many answers tell a rate from none.
     Power,
+}
+
+#[derive(Clone, Debug, Args)]
+struct TraceArgs {
+    /// Name of the request: its header x-request-id.
+    request: String,
+    /// Address of a worker, like http://HOST:PORT; prefill and decode workers are all to be asked.
+    #[arg(long, required = true, value_name = "URL")]
+    url: Vec<String>,
+    /// File for the same as one page of HTML.
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Variable that holds the key for workers that want one.
+    #[arg(long, default_value = "AB_API_KEY", value_name = "NAME")]
+    api_key_variable: String,
 }
 
 #[derive(Clone, Debug, Args)]
@@ -79,6 +100,7 @@ fn main() -> ExitCode {
         Task::Bisect { run, bad } => Lab::open(&run).and_then(|lab| lab.bisect(&bad)),
         Task::Report { dir } => report_again(&dir),
         Task::Requests { plan } => requests(&plan),
+        Task::Trace(args) => trace(&args),
         Task::Power => {
             println!("{}", power_note());
             Ok(())
@@ -107,6 +129,35 @@ fn requests(path: &Path) -> Result<()> {
         if writeln!(out, "{}", ask.body).is_err() {
             break;
         }
+    }
+    Ok(())
+}
+
+/// Asks workers for the pages of a request, and shows them.
+fn trace(args: &TraceArgs) -> Result<()> {
+    let api_key = ab::config::variable(&args.api_key_variable);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let mut answers = Vec::new();
+    for url in &args.url {
+        let url = format!("{}/trace/{}", url.trim_end_matches('/'), args.request);
+        let (status, body) = runtime.block_on(drive::get(&url, api_key.as_deref()))?;
+        match status {
+            200 => answers.push(serde_json::from_str::<Answer>(&body).context(url)?),
+            // It may not have been there.
+            404 => eprintln!("{url}: {body}"),
+            _ => bail!("{url} answers {status}: {body}"),
+        }
+    }
+    if answers.is_empty() {
+        bail!("no worker knows anything of the pages of request {}", args.request);
+    }
+    let trace = Trace::join(&args.request, &answers);
+    print!("{}", trace.text());
+    if let Some(path) = &args.html {
+        std::fs::write(path, trace.html()).with_context(|| format!("write {}", path.display()))?;
+    }
+    if trace.differs() {
+        bail!("a page is not what it was before");
     }
     Ok(())
 }

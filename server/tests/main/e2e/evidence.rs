@@ -15,6 +15,10 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
+/// Device memory for one long prompt or two.
+const SMALL: &str = "--trace-pages 2 --hicache-size 0.2 --context-length 1536 \
+    --max-running-requests 2 --kv-memory-mib 7 --chunked-prefill-size 256";
+
 /// What names a page among those of a request.
 type Place = (String, u64, u64, u64, u64);
 
@@ -84,7 +88,7 @@ async fn pages_keep_their_digests_from_prefill_to_the_end_of_decode() {
 
 #[tokio::test]
 async fn what_goes_to_host_memory_and_comes_back_is_followed() {
-    let server = Server::worker("null", "--trace-pages 2 --hicache-size 1 --kv-memory-mib 24");
+    let server = Server::worker("null", SMALL);
     let ids = prompt(700);
     ask(&server.url, "first", &ids, 4).await;
     let first = eventually("its objects are saved", async || {
@@ -155,13 +159,14 @@ async fn page_damaged_on_its_way_is_seen_where_it_arrived() {
     let victim = Victim { kind: CacheKind::C4Index, tail: false };
     tamper.aim(Target::Pages { victim, damage: Damage::Zero, times: 1 });
     workers.answer(prompt(507), 4).await.expect("an answer");
-    assert_eq!(tamper.done(), 1);
+    let damaged = tamper.done() as usize;
+    assert!(damaged > 0);
     let known = known(&workers).await;
     let decode = known.iter().find(|known| known.role == "decode").expect("both are asked");
     let prefill = known.iter().find(|known| known.role == "prefill").expect("both are asked");
     let wrong: Vec<&Event> =
         decode.events.iter().filter(|event| event.is_right == Some(false)).collect();
-    assert_eq!(wrong.len(), 1, "{wrong:?}");
+    assert_eq!(wrong.len(), damaged, "{wrong:?}");
     assert_eq!((wrong[0].stop, wrong[0].part.kind), (Stop::Arrived, CacheKind::C4Index));
     let offered = prefill
         .events
