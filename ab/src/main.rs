@@ -169,6 +169,20 @@ fn file_of(dir: &Path, number: usize) -> PathBuf {
     dir.join(format!("cell-{number:02}.jsonl"))
 }
 
+/// Where a search keeps the lines of its cells, the healthy one first.
+fn search_file(dir: &Path, number: usize) -> PathBuf {
+    dir.join(format!("bisect-{number:02}.jsonl"))
+}
+
+fn write_lines(path: &Path, lines: &[Line]) -> Result<()> {
+    let mut text = String::new();
+    for line in lines {
+        text += &serde_json::to_string(line).context("write a line")?;
+        text.push('\n');
+    }
+    std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
+}
+
 /// Reads the lines of a run and writes its report.
 fn report_again(dir: &Path) -> Result<()> {
     let plan = read_plan(&dir.join(PLAN_FILE))?;
@@ -234,13 +248,7 @@ impl Lab {
             let begun = Instant::now();
             let lines = started.ask(self, &name, 0..self.plan.workload.sessions)?;
             println!("  {}", summary(&lines, begun.elapsed()));
-            let mut text = String::new();
-            for line in &lines {
-                text += &serde_json::to_string(line).context("write a line")?;
-                text.push('\n');
-            }
-            let path = file_of(&self.out, number);
-            std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
+            write_lines(&file_of(&self.out, number), &lines)?;
             some_answer(&name, &lines)?;
         }
         report_again(&self.out)
@@ -273,6 +281,7 @@ impl Lab {
         let name = factors.name(&healthy);
         println!("{name} (healthy)");
         let reference = self.start(&healthy, 0)?.ask(self, &name, sessions)?;
+        write_lines(&search_file(&self.out, 0), &reference)?;
         some_answer(&name, &reference)?;
         let bad_levels = self.names(&bad);
         let mut search = Bisection::new(healthy.clone(), bad);
@@ -318,6 +327,7 @@ impl Lab {
             from = to;
             let (finding, seen) = judge_cell(&lines, reference, self.plan.same_answers, rate);
             if finding != Finding::Unclear || from == all {
+                write_lines(&search_file(&self.out, number), &lines)?;
                 let tally = Tally::new(&lines, None);
                 println!(
                     "  {} after {} answers; not right: {}",

@@ -416,10 +416,9 @@ impl Worker {
             return;
         }
         let Some(mut audit) = self.auditor.audit.take() else { return self.drop_sequence(id) };
-        match audit.window.take_if(|(window, _)| *window == id) {
-            Some((_, subject)) => self.compare_window(&mut audit, id, &subject),
-            // Its audit was called off, and another one has begun.
-            None => {}
+        // Without one its audit was called off, and another one has begun.
+        if let Some((_, subject)) = audit.window.take_if(|(window, _)| *window == id) {
+            self.compare_window(&mut audit, id, &subject);
         }
         self.auditor.audit = Some(audit);
         self.drop_sequence(id);

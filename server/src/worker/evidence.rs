@@ -84,7 +84,7 @@ impl Worker {
             let bytes = geometry.extents(kind, rows).bytes();
             let entry = PlanEntry { kind, layer, pool, page_no, rows, bytes };
             let Some(digest) = digest_of_entry(&self.pools, &entry, page) else { continue };
-            self.witness_digest(id, stop, &entry, tokens, digest, (None, None));
+            self.witness_digest(id, stop, (&entry, tokens), digest, (None, None));
         }
     }
 
@@ -92,8 +92,7 @@ impl Worker {
         &mut self,
         id: SeqId,
         stop: Stop,
-        entry: &PlanEntry,
-        tokens: u32,
+        (entry, tokens): (&PlanEntry, u32),
         digest: PageDigest,
         (is_right, attempt): (Option<bool>, Option<u32>),
     ) {
@@ -157,7 +156,7 @@ impl Worker {
         };
         let digests: Vec<_> = entries.iter().filter_map(digest).collect();
         for (entry, digest) in digests {
-            self.witness_digest(id, stop, &entry, tokens, digest, (None, None));
+            self.witness_digest(id, stop, (&entry, tokens), digest, (None, None));
         }
     }
 
@@ -173,8 +172,7 @@ impl Worker {
             self.witness_digest(
                 id,
                 Stop::Arrived,
-                &entry,
-                tokens,
+                (&entry, tokens),
                 digest,
                 (Some(is_right), attempt),
             );
@@ -226,7 +224,7 @@ impl Worker {
         for (id, blocks) in self.users_of(key) {
             for (entry, digest) in &digests {
                 let tokens = blocks * BLOCK_TOKENS;
-                self.witness_digest(id, stop, entry, tokens, *digest, (None, None));
+                self.witness_digest(id, stop, (entry, tokens), *digest, (None, None));
             }
         }
     }
