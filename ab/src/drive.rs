@@ -199,3 +199,20 @@ pub async fn metrics(url: &str) -> Result<String, String> {
     let response = response.and_then(Response::error_for_status).map_err(|error| chain(&error))?;
     response.text().await.map_err(|error| chain(&error))
 }
+
+/// Status and text of a GET.
+///
+/// # Errors
+/// [`ClientError`] if nobody answers.
+pub async fn get(url: &str, api_key: Option<&str>) -> Result<(u16, String), ClientError> {
+    // The one implementation of cryptography that is linked; that it was chosen before is as good.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let client = Client::builder().connect_timeout(CONNECT_MAX).build()?;
+    let mut request = client.get(url);
+    if let Some(key) = api_key {
+        request = request.bearer_auth(key);
+    }
+    let response = request.send().await?;
+    let status = response.status().as_u16();
+    Ok((status, response.text().await?))
+}

@@ -26,4 +26,5 @@ pub mod stats;
 pub mod subject;
 pub mod tally;
 mod text;
+pub mod trace;
 pub mod workload;

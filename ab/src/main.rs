@@ -14,6 +14,7 @@ use ab::report::{Report, power_note, shown};
 use ab::stats::Rate;
 use ab::subject::Servers;
 use ab::tally::{Pairs, Tally};
+use ab::trace::{Answer, Trace};
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, Parser, Subcommand};
 use std::io::Write as _;
@@ -66,8 +67,28 @@ enum Task {
         /// Plan.
         plan: PathBuf,
     },
+    /// Follow the pages of a request through workers that keep that (--trace-pages): the digest of
+    /// each page at every stop, and the first stop at which one differs.
+    ///
+    /// Exit code 0 if none differs, 1 if one does or the workers know nothing of the request.
+    Trace(TraceArgs),
     /// Say how many answers tell a rate from none.
     Power,
+}
+
+#[derive(Clone, Debug, Args)]
+struct TraceArgs {
+    /// Name of the request: its header x-request-id.
+    request: String,
+    /// Address of a worker, like http://HOST:PORT; prefill and decode workers are all to be asked.
+    #[arg(long, required = true, value_name = "URL")]
+    url: Vec<String>,
+    /// File for the same as one page of HTML.
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Variable that holds the key for workers that want one.
+    #[arg(long, default_value = "AB_API_KEY", value_name = "NAME")]
+    api_key_variable: String,
 }
 
 #[derive(Clone, Debug, Args)]
@@ -106,6 +127,7 @@ fn main() -> ExitCode {
         Task::Report { dir } if faulty::is_of_faults(&dir) => faulty::report_again(&dir),
         Task::Report { dir } => report_again(&dir),
         Task::Requests { plan } => requests(&plan),
+        Task::Trace(args) => trace(&args),
         Task::Power => {
             println!("{}", power_note());
             Ok(())
@@ -143,11 +165,54 @@ fn requests(path: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Asks workers for the pages of a request, and shows them.
+fn trace(args: &TraceArgs) -> Result<()> {
+    let api_key = ab::config::variable(&args.api_key_variable);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let mut answers = Vec::new();
+    for url in &args.url {
+        let url = format!("{}/trace/{}", url.trim_end_matches('/'), args.request);
+        let (status, body) = runtime.block_on(drive::get(&url, api_key.as_deref()))?;
+        match status {
+            200 => answers.push(serde_json::from_str::<Answer>(&body).context(url)?),
+            // It may not have been there.
+            404 => eprintln!("{url}: {body}"),
+            _ => bail!("{url} answers {status}: {body}"),
+        }
+    }
+    if answers.is_empty() {
+        bail!("no worker knows anything of the pages of request {}", args.request);
+    }
+    let trace = Trace::join(&args.request, &answers);
+    print!("{}", trace.text());
+    if let Some(path) = &args.html {
+        std::fs::write(path, trace.html()).with_context(|| format!("write {}", path.display()))?;
+    }
+    if trace.differs() {
+        bail!("a page is not what it was before");
+    }
+    Ok(())
+}
+
 /// Where a run keeps what it was.
 const PLAN_FILE: &str = "plan.toml";
 
 fn file_of(dir: &Path, number: usize) -> PathBuf {
     dir.join(format!("cell-{number:02}.jsonl"))
+}
+
+/// Where a search keeps the lines of its cells, the healthy one first.
+fn search_file(dir: &Path, number: usize) -> PathBuf {
+    dir.join(format!("bisect-{number:02}.jsonl"))
+}
+
+fn write_lines(path: &Path, lines: &[Line]) -> Result<()> {
+    let mut text = String::new();
+    for line in lines {
+        text += &serde_json::to_string(line).context("write a line")?;
+        text.push('\n');
+    }
+    std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
 }
 
 /// Reads the lines of a run and writes its report.
@@ -269,6 +334,7 @@ impl Lab {
         let name = factors.name(&healthy);
         println!("{name} (healthy)");
         let reference = self.start(&healthy, "cell-00")?.ask(self, &name, sessions)?;
+        write_lines(&search_file(&self.out, 0), &reference)?;
         some_answer(&name, &reference)?;
         let words = |factors: &[usize]| self.plan.factors.words(&bad, factors);
         let mut search = Bisection::new(healthy.clone(), bad.clone());
@@ -314,6 +380,7 @@ impl Lab {
             from = to;
             let (finding, seen) = judge_cell(&lines, reference, self.plan.same_answers, rate);
             if finding != Finding::Unclear || from == all {
+                write_lines(&search_file(&self.out, number), &lines)?;
                 let tally = Tally::new(&lines, None);
                 println!(
                     "  {} after {} answers; not right: {}",
@@ -342,15 +409,6 @@ fn said(conclusion: &Conclusion, words: &dyn Fn(&[usize]) -> String) -> String {
             format!("undecided, but these are needed: {}", words(factors))
         }
     }
-}
-
-fn write_lines(path: &Path, lines: &[Line]) -> Result<()> {
-    let mut text = String::new();
-    for line in lines {
-        text += &serde_json::to_string(line).context("write a line")?;
-        text.push('\n');
-    }
-    std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
 }
 
 /// What came of a cell, in a line.

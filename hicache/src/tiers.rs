@@ -527,6 +527,40 @@ impl Tiers {
         self.host.clear();
     }
 
+    /// Objects that are complete in host memory, by key.
+    pub fn host_objects(&self) -> impl Iterator<Item = ObjectKey> {
+        self.host.ready()
+    }
+
+    /// The slot of an object that is complete in host memory.
+    #[must_use]
+    pub fn host_slot(&self, key: &ObjectKey) -> Option<Slot> {
+        self.host.find(key).filter(|(_, state)| *state == State::Ready).map(|(slot, _)| slot)
+    }
+
+    /// An object in host memory has turned out to be wrong: it is not found there any more.
+    pub fn found_wrong(&mut self, key: &ObjectKey) {
+        if let Some((slot, _)) = self.host.find(key) {
+            self.counters[Tier::Host as usize].mismatches += 1;
+            self.host.doom(slot);
+        }
+    }
+
+    /// An object was made of what has turned out to be wrong: no tier is to have it. What a store
+    /// shares with others is only not looked for again.
+    pub fn give_up(&mut self, key: ObjectKey) {
+        if let Some((slot, _)) = self.host.find(&key) {
+            self.host.doom(slot);
+        }
+        for store in Store::ALL {
+            self.probes[store as usize].note_wrong(key);
+            let index = self.stores[store as usize].as_mut();
+            let going = index.map_or(Going::Nothing, |index| index.doom(&key));
+            self.go(store, going);
+        }
+        self.pump();
+    }
+
     /// Sees to it that nothing a store holds now, or is about to hold, is found afterwards, but for
     /// what is in no motion: that is for [`Tiers::evict`], as many at a time as the caller likes.
     /// What is offered later is stored as always.

@@ -325,6 +325,47 @@ impl PrefixTree {
         evicted.count()
     }
 
+    /// Gives up a node that holds wrong bytes, and all behind it, which were computed with them; leases
+    /// that end there end. What went, the last ones first: hash and block page of each.
+    pub fn give_up(&mut self, node: NodeId) -> Vec<(ChainHash, PageRef)> {
+        if !self.nodes.contains(node) {
+            return Vec::new();
+        }
+        let parent = self.nodes.get(node).parent;
+        let depth_behind = |id: NodeId| {
+            let line = self.nodes.ancestry(id);
+            line.contains(&node).then_some(line.len())
+        };
+        let found = self.nodes.iter().filter_map(|(id, _)| Some((depth_behind(id)?, id)));
+        let mut doomed: Vec<(usize, NodeId)> = found.collect();
+        doomed.sort_unstable_by(|a, b| b.cmp(a));
+        let is_doomed = |end: &NodeId| doomed.iter().any(|(_, id)| id == end);
+        let ended: Vec<LeaseId> =
+            self.leases.iter().filter(|(_, end)| is_doomed(end)).map(|(lease, _)| *lease).collect();
+        for lease in ended {
+            self.unpin(lease);
+        }
+        let mut gone = Vec::with_capacity(doomed.len());
+        for (_, id) in doomed {
+            let held = self.nodes.get(id);
+            gone.push((held.hash, held.block));
+            self.order.remove(id.place().into());
+            self.remove_leaf(id);
+        }
+        self.remove_useless(parent);
+        gone
+    }
+
+    /// The prefix that a node ends: its hash and how many blocks it has; none if there is no such
+    /// node.
+    #[must_use]
+    pub fn prefix_of(&self, node: NodeId) -> Option<(ChainHash, usize)> {
+        if !self.nodes.contains(node) {
+            return None;
+        }
+        Some((self.nodes.get(node).hash, self.nodes.ancestry(node).len()))
+    }
+
     /// The up to `count` blocks that would go first, with what their nodes hold, and how many blocks
     /// each prefix has.
     pub fn coldest(

@@ -5,6 +5,7 @@ pub mod layers;
 mod log;
 mod router;
 mod trace;
+mod verify;
 
 use crate::http::access::{Access, AccessError};
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -15,6 +16,7 @@ pub use router::RouterArgs;
 use std::path::PathBuf;
 use std::time::Duration;
 pub use trace::TraceArgs;
+pub use verify::VerifyArgs;
 
 /// DeepSeek-V4 serving engine: prefill and decode apart, every page verified.
 #[derive(Debug, Parser)]
@@ -48,6 +50,12 @@ pub enum Command {
     /// List, verify or prune what workers keep in the folder of --hicache-storage-dir.
     #[command(subcommand)]
     Cache(CacheCommand),
+    /// Ask a live worker whether its pages are what they should be.
+    ///
+    /// It digests sealed pages and objects in host memory again, computes ends of prefixes again, and
+    /// goes on serving. Exit code 0 if all is right, 1 if something is wrong, which is given up then,
+    /// 2 if the worker could not be audited.
+    Verify(VerifyArgs),
 }
 
 /// Which part of the work a process does.
@@ -180,6 +188,10 @@ pub struct ServeArgs {
     /// Host that others are told there [default: that of --host].
     #[arg(long, value_name = "HOST")]
     pub advertise_host: Option<String>,
+    /// Last requests of which the digest of each page is kept at every stop of its way, for
+    /// /trace/REQUEST; 0 for none.
+    #[arg(long, default_value_t = 0, value_name = "REQUESTS", value_parser = clap::value_parser!(u32).range(..=4096))]
+    pub trace_pages: u32,
     /// Uncached tokens of a prompt up to which a decode worker computes it itself; 0 for none.
     #[arg(long, default_value_t = 0, value_name = "TOKENS")]
     pub max_local_prefill_length: u32,

@@ -2,6 +2,8 @@
 //!
 //! One implementation runs a real worker ([`crate::node`]); tests use a scripted one.
 
+use crate::audit::{Auditing, Wish};
+use crate::evidence::Witnessing;
 use crate::grammar::{Constraint, Grammars};
 use crate::journey::JourneyView;
 use crate::trace::Span;
@@ -403,6 +405,10 @@ pub trait Engine: Send + Sync + fmt::Debug {
     fn health(&self) -> Health;
     /// Forgets what is kept for later prompts; with `stores` in the stores too.
     fn flush_cache(&self, stores: bool) -> Flushing;
+    /// Looks whether pages are what they should be, in every worker; answers go on meanwhile.
+    fn audit(&self, wish: Wish) -> Auditing;
+    /// What every worker knows of the pages of a request, if it keeps that.
+    fn testify(&self, request_id: &str) -> Witnessing;
     /// What compiles constraints for this model; without it there are none.
     fn grammars(&self) -> Option<&Grammars> {
         None

@@ -3,6 +3,7 @@
 
 pub mod handoff;
 pub mod hash;
+pub mod ledger;
 pub mod mover;
 pub mod objects;
 pub mod order;

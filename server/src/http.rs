@@ -53,7 +53,9 @@ pub mod starting;
 mod stop;
 pub mod tls;
 mod tokens;
+mod trace;
 mod unknown;
+mod verify;
 
 use crate::engine::{Engine, Provenance};
 use crate::trace::{Sampling, Span, TraceParent, new_span_id};
@@ -169,6 +171,8 @@ pub struct AppState {
     probe_slot: Semaphore,
     /// Fields that nobody reads and that were logged.
     ignored: unknown::Logged,
+    /// For the one audit at a time.
+    audit_slot: Semaphore,
 }
 
 impl AppState {
@@ -245,6 +249,7 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
         open: Arc::default(),
         probe_slot: Semaphore::new(1),
         ignored: unknown::Logged::default(),
+        audit_slot: Semaphore::new(1),
         engine,
         tokenizer,
         config,
@@ -263,6 +268,8 @@ pub fn router(engine: Arc<dyn Engine>, tokenizer: Arc<Tokenizer>, config: HttpCo
         .route("/metrics", get(info::metrics))
         .route("/stats.json", get(info::stats))
         .route("/flush_cache", post(info::flush_cache))
+        .route("/verify", post(verify::verify))
+        .route("/trace/{id}", get(trace::trace))
         .route("/v1/models", get(info::models))
         .route("/v1/models/{id}", get(info::model))
         .route("/v1/chat/completions", post(chat::chat_completions))
@@ -393,7 +400,7 @@ async fn observe(
 
 /// A path as a label: one of a fixed set.
 pub(crate) fn known_path(path: &str) -> &'static str {
-    const PATHS: [&str; 21] = [
+    const PATHS: [&str; 22] = [
         "/",
         "/health",
         "/readyz",
@@ -404,6 +411,7 @@ pub(crate) fn known_path(path: &str) -> &'static str {
         "/get_model_info",
         "/abort_request",
         "/flush_cache",
+        "/verify",
         "/metrics",
         "/stats.json",
         "/v1/models",
@@ -419,6 +427,7 @@ pub(crate) fn known_path(path: &str) -> &'static str {
     match PATHS.into_iter().find(|&known| known == path) {
         Some(known) => known,
         None if path.starts_with("/v1/models/") => "/v1/models/{id}",
+        None if path.starts_with("/trace/") => "/trace/{id}",
         None if page::is_asset(path) => "/assets/{name}",
         None => "other",
     }

@@ -6,7 +6,7 @@ use dsv4_server::clock::wall_time;
 use dsv4_server::config::layers::{LayerError, Layered, Setting};
 use dsv4_server::config::{
     self, CacheCommand, Command, ConfigError, EdgeArgs, LogArgs, LogFormat, Mode, RouterArgs,
-    ServeArgs,
+    ServeArgs, VerifyArgs,
 };
 use dsv4_server::engine::{Engine, Health};
 use dsv4_server::http::starting::Starting;
@@ -14,6 +14,7 @@ use dsv4_server::http::{self, Edge, HEADER_TIMEOUT, HttpConfig};
 use dsv4_server::node::found::{self, Announced};
 use dsv4_server::node::{Node, NodeEngine, NodeOptions, Published, Tell};
 use dsv4_server::router::{ReverseProxy, RouterConfig};
+use dsv4_server::verify_command::{self, VerifyEnd};
 use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -35,6 +36,7 @@ pub(crate) fn main() -> ExitCode {
     let result = match cli.command {
         Some(Command::Router(args)) => run_router(&args, &settings, &unknown),
         Some(Command::Cache(command)) => return run_cache(&command),
+        Some(Command::Verify(args)) => return run_verify(&args),
         None => run_worker(&cli.serve, &settings, &unknown),
     };
     match result {
@@ -63,18 +65,29 @@ fn usage(error: &LayerError) -> ExitCode {
 /// Exit code of wrong usage, clap's.
 const USAGE: u8 = 2;
 
-/// Exit code of a cache command that could not do what was asked; clap's for wrong usage is the same.
-const CACHE_NOT_DONE: u8 = 2;
+/// Exit code of a command that could not do what was asked; clap's for wrong usage is the same.
+const NOT_DONE: u8 = 2;
 
 fn run_cache(command: &CacheCommand) -> ExitCode {
     let end = cache_command::run(command, wall_time(), &mut std::io::stdout().lock());
     match end {
         Ok(CacheEnd::Right) => ExitCode::SUCCESS,
         Ok(CacheEnd::Damaged) => ExitCode::FAILURE,
-        Ok(CacheEnd::Unreadable) => ExitCode::from(CACHE_NOT_DONE),
+        Ok(CacheEnd::Unreadable) => ExitCode::from(NOT_DONE),
         Err(error) => {
             complain(&error.into());
-            ExitCode::from(CACHE_NOT_DONE)
+            ExitCode::from(NOT_DONE)
+        }
+    }
+}
+
+fn run_verify(args: &VerifyArgs) -> ExitCode {
+    match verify_command::run(args, &mut std::io::stdout().lock()) {
+        Ok(VerifyEnd::Right) => ExitCode::SUCCESS,
+        Ok(VerifyEnd::Wrong) => ExitCode::FAILURE,
+        Err(error) => {
+            complain(&error.into());
+            ExitCode::from(NOT_DONE)
         }
     }
 }

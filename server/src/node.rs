@@ -1,5 +1,6 @@
 //! A worker process put together: model, workers, hand-off, and the engine that HTTP talks to.
 
+mod asks;
 mod cache;
 mod flush;
 pub mod found;
@@ -10,12 +11,14 @@ mod numbers;
 pub mod peers;
 mod ways;
 
+use crate::audit::{Auditing, Wish};
 use crate::clock::{Clock, unix_seconds};
 use crate::config::{Backend, ConfigError, Mode, ServeArgs};
 use crate::engine::{
     CancelOnDrop, Engine, EngineInfo, Flushing, GenerateRequest, Generation, Health, Stats,
     SubmitError,
 };
+use crate::evidence::Witnessing;
 #[cfg(feature = "faults")]
 use crate::faults::transport::inject;
 use crate::glue::handoff::PageVerifier;
@@ -64,6 +67,9 @@ pub type WrapVerifier = Box<dyn Fn(Arc<PageVerifier>) -> Arc<dyn Verifier>>;
 /// Puts other kernels around those of the processor.
 pub type WrapKernels = Box<dyn Fn(Arc<dyn Kernels>) -> Arc<dyn Kernels>>;
 
+/// Sees the pools of a worker before it runs: tests keep their memory, to damage pages of it.
+pub type SeePools = Box<dyn Fn(Role, &Pools)>;
+
 /// What tests may put in place of a part, and who hears how far the start is.
 #[derive(Default)]
 pub struct NodeOptions {
@@ -75,6 +81,8 @@ pub struct NodeOptions {
     pub wrap_store: Option<WrapStore>,
     /// Wraps the operations of the forward pass.
     pub wrap_kernels: Option<WrapKernels>,
+    /// Sees the pools of each worker.
+    pub see_pools: Option<SeePools>,
     /// Hears what is being loaded.
     pub tell: Option<Tell>,
 }
@@ -233,6 +241,14 @@ impl Engine for NodeEngine {
 
     fn flush_cache(&self, stores: bool) -> Flushing {
         flush::flush(&self.workers, stores)
+    }
+
+    fn audit(&self, wish: Wish) -> Auditing {
+        asks::audit(&self.workers, wish)
+    }
+
+    fn testify(&self, request_id: &str) -> Witnessing {
+        asks::testify(&self.workers, request_id)
     }
 }
 
@@ -477,6 +493,7 @@ impl Parts {
             reserved_decode_tokens: args.num_reserved_decode_tokens,
             local_prefill_max: args.max_local_prefill_length,
             keep_prefixes: !args.disable_radix_cache,
+            trace_pages: args.trace_pages,
             patience: Patience {
                 queue: (args.queue_timeout > 0).then(|| Duration::from_secs(args.queue_timeout)),
                 first_token: args.first_token_timeout.map(Duration::from_secs),
@@ -611,6 +628,9 @@ impl<'a> Assembly<'a> {
         let device = CpuDevice::new();
         let pools = Pools::new(Arc::clone(&parts.geometry), &device, parts.counts)
             .context("allocate the page pools")?;
+        if let Some(see) = &self.options.see_pools {
+            see(role, &pools);
+        }
         let verifier = Arc::new(PageVerifier::default());
         let shared = Arc::new(Shared::default());
         // Clients are bounded by the queue limit, upcalls by the driver's own bounds.

@@ -1,10 +1,13 @@
 //! A worker: one thread that owns page pools, a scheduler and the sequences, and runs steps of the
 //! model. It hears from clients and from the hand-off through one channel.
 
+pub mod audit;
 pub mod cache;
+mod doubt;
 #[cfg(feature = "faults")]
 mod early;
 pub mod events;
+mod evidence;
 pub mod faults;
 pub mod heartbeat;
 pub mod order;
@@ -20,19 +23,24 @@ mod sequence;
 mod step;
 pub mod waiting;
 
+use crate::audit::{Wish, WorkerAudit};
 use crate::clock::Clock;
 use crate::engine::{Event, FailureKind, Flushed, GenerateRequest, Provenance};
+use crate::evidence::Evidence;
 use crate::glue::handoff::PageVerifier;
 use crate::glue::mover::Report;
+use crate::glue::objects::ObjectMemory;
 use crate::glue::pools::{POOLS, Pools};
 use crate::grammar::{GrammarError, Grammars, Live};
 use crate::journey::{Journey, Journeys, Outcome};
 use crate::net::kv_events::EventNumbers;
 use crate::scheduler::{Limits, PageNeed, Scheduler, SeqId};
+use audit::{AuditNumbers, Auditor};
 use cache::{Cache, CacheNumbers, CacheParts};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use dsv4_model::{Model, StepOutput, Workspace};
 use events::KvEvents;
+use evidence::Witness;
 use faults::{FaultEvent, Faults};
 use heartbeat::Heartbeat;
 use kv_pool::{Fingerprint, PageRef, PoolKind};
@@ -101,6 +109,8 @@ pub struct WorkerConfig {
     pub keep_prefixes: bool,
     /// How long clients may wait.
     pub patience: Patience,
+    /// Requests of which the digests of all pages at every stop are kept.
+    pub trace_pages: u32,
 }
 
 /// What reaches a worker's thread.
@@ -148,6 +158,20 @@ pub enum WorkerMsg {
         stores: bool,
         /// Where it is told how that fares; closed when all have answered.
         news: UnboundedSender<OrderNews>,
+    },
+    /// Look whether pages are what they should be.
+    Audit {
+        /// At what.
+        wish: Wish,
+        /// Where the answer goes.
+        done: tokio::sync::oneshot::Sender<WorkerAudit>,
+    },
+    /// Tell what is known of the pages of a request.
+    Testify {
+        /// Its name.
+        request_id: String,
+        /// Where the answer goes.
+        done: tokio::sync::oneshot::Sender<Vec<Evidence>>,
     },
     /// End the thread.
     Stop,
@@ -214,6 +238,8 @@ pub struct Snapshot {
     pub quarantined_total: u64,
     /// What went wrong in hand-offs, and what followed.
     pub faults: Faults,
+    /// What audits have looked at and found.
+    pub audits: AuditNumbers,
     /// Requests that ended by kind: finished, cancelled, failed.
     pub ended: [u64; 3],
     /// Peers that are connected: address and the driver's position.
@@ -330,6 +356,8 @@ pub struct Worker {
     clock: Clock,
     /// By when each request is to have its first token, as long as that is not over.
     first_tokens: BTreeSet<(u64, SeqId)>,
+    auditor: Auditor,
+    witness: Option<Witness>,
 }
 
 /// Pages of each pool that are promised to nobody: fresh targets for retries, and pages that are
@@ -366,6 +394,9 @@ impl Worker {
             config.step_tokens as usize,
             config.max_running as usize,
         );
+        let memory = || ObjectMemory::new(&pools, config.fingerprint);
+        let kept = config.trace_pages as usize;
+        let witness = (kept > 0).then(|| Witness::new(kept, memory()));
         Self {
             config,
             model,
@@ -392,6 +423,8 @@ impl Worker {
             next_id: PEER_IDS,
             clock: Clock::start(),
             first_tokens: BTreeSet::new(),
+            auditor: Auditor::default(),
+            witness,
         }
     }
 
@@ -423,6 +456,7 @@ impl Worker {
             self.shared.heartbeat.beat();
             self.tend_cache();
             self.end_late();
+            self.go_on_auditing();
             self.admit();
             self.tell_events();
             // A step may take seconds; whoever asks meanwhile must see that the worker is busy.
@@ -445,7 +479,7 @@ impl Worker {
     fn listen(&mut self) -> Flow {
         if !self.scheduler.has_work() {
             let pause = self.cache.as_ref().and_then(Cache::pause);
-            let pause = pause.into_iter().chain(self.patience()).min();
+            let pause = pause.into_iter().chain(self.patience()).chain(self.audit_pause()).min();
             let pause = pause.unwrap_or(Duration::MAX).min(Duration::from_secs(1));
             match self.inbox.recv_timeout(pause) {
                 Ok(WorkerMsg::Stop) | Err(RecvTimeoutError::Disconnected) => return Flow::Stop,
@@ -477,6 +511,11 @@ impl Worker {
                 self.tell_flushed();
             }
             WorkerMsg::PassFlush { stores, news } => self.pass_flush(stores, &news),
+            WorkerMsg::Testify { request_id, done } => {
+                // Who asked may have gone.
+                let _ = done.send(self.testify(&request_id));
+            }
+            WorkerMsg::Audit { wish, done } => self.begin_audit(wish, done),
             WorkerMsg::Stop => {}
         }
     }
@@ -617,8 +656,10 @@ impl Worker {
 
     /// Frees all that a sequence has and forgets it.
     fn drop_sequence(&mut self, id: SeqId) {
-        let Some(seq) = self.sequences.remove(&id) else { return };
+        let Some(mut seq) = self.sequences.remove(&id) else { return };
+        self.witness_end(id, &seq);
         self.free_pages(&seq);
+        self.auditor.remember(&mut seq);
         match seq.origin {
             Origin::Peer { attempt, .. } => {
                 self.attempts.remove(&attempt);
@@ -629,7 +670,7 @@ impl Worker {
                     return;
                 }
             }
-            Origin::Client { .. } => {}
+            Origin::Client { .. } | Origin::Audit => {}
         }
         self.scheduler.remove(id);
         self.shared.journeys.end(id);
@@ -661,6 +702,7 @@ impl Worker {
                     let attempt = *attempt;
                     self.command(attempt, |d| d.reject(attempt, push::code::FAILED, message));
                 }
+                Origin::Audit => {}
             }
         }
         self.drop_sequence(id);

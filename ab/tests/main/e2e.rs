@@ -184,3 +184,35 @@ async fn clients_leave_where_they_are_to() {
     assert!(tally.left > 0 && tally.left as usize <= leaves, "{} of {leaves}", tally.left);
     assert_eq!(tally.right, tally.requests);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_search_keeps_the_lines_that_it_decided_by() {
+    let workload = workload(60);
+    let healthy = serve(&workload, |_| Mischief::None).await;
+    let bad =
+        serve(&workload, |n| if n % 3 == 0 { Mischief::Garble } else { Mischief::None }).await;
+    let dir = std::env::temp_dir().join(format!("ab-search-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).expect("a folder");
+    let plan = format!(
+        "seed = {SEED}\n[workload]\nkind = \"agents\"\nsessions = 60\nturns = 3\ntokens_first = 400\n\
+         tokens_last = 600\nmodel = \"m\"\n[[factor]]\nname = \"host\"\nlevels = [\
+         {{ name = \"good\", url = \"{healthy}\" }}, {{ name = \"bad\", url = \"{bad}\" }}]\n"
+    );
+    let path = dir.join("plan.toml.in");
+    std::fs::write(&path, plan).expect("a plan");
+    let out = dir.join("out");
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_ab"));
+    command.arg("bisect").arg(&path).args(["--bad", "host=bad", "--out"]).arg(&out);
+    let output = tokio::task::spawn_blocking(move || command.output()).await;
+    let output = output.expect("no panic").expect("it runs");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.contains("the fault needs: host bad"), "{said}");
+    let lines = |number: usize| {
+        let text = std::fs::read_to_string(out.join(format!("bisect-{number:02}.jsonl")));
+        record::read(&text.expect("its lines are kept")).expect("lines")
+    };
+    let (reference, seen) = (Tally::new(&lines(0), None), Tally::new(&lines(1), None));
+    assert_eq!((reference.corrupted, reference.judged() > 0), (0, true));
+    assert!(seen.corrupted > 0, "what the bad cell was judged by");
+    std::fs::remove_dir_all(&dir).expect("the test's own folder");
+}

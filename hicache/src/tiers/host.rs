@@ -76,6 +76,12 @@ impl Host {
         Some((slot, self.entry(slot).state))
     }
 
+    /// Objects that are complete, by key.
+    pub(super) fn ready(&self) -> impl Iterator<Item = ObjectKey> {
+        let is_ready = |slot: &Slot| self.entry(*slot).state == State::Ready;
+        self.by_key.iter().filter(move |(_, slot)| is_ready(slot)).map(|(key, _)| *key)
+    }
+
     /// The store that an object was read from and not used since.
     pub(super) fn origin(&self, key: &ObjectKey) -> Option<Store> {
         self.by_key.get(key).and_then(|slot| self.entry(*slot).origin)

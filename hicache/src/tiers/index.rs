@@ -267,6 +267,10 @@ impl Index {
                 self.set(id, State::Doomed);
                 Going::Nothing
             }
+            Some((id, entry)) if entry.state == State::Writing => {
+                self.set(id, State::Unwanted);
+                Going::Nothing
+            }
             _ => Going::Nothing,
         }
     }

@@ -225,3 +225,32 @@ fn a_superseded_boundary_goes_alone() {
     assert!(!tree.drop_boundary(&hashes[1]), "a lease needs it");
     assert_eq!(tree.lookup(&hashes, 2), Some(hit));
 }
+
+#[test]
+fn what_holds_wrong_bytes_goes_with_all_that_follows_it_and_nothing_else() {
+    let mut tree = tree(10, 10, 10);
+    let mut fresh = Fresh::default();
+    let mut books = Books::default();
+    let (long, other) = (chain(&[0, 1, 2]), chain(&[0, 5]));
+    let blocks = fresh.blocks(3);
+    tree.insert(&long[..1], &blocks[..1], Some(fresh.boundary())).unwrap();
+    tree.insert(&long, &blocks, Some(fresh.boundary())).unwrap();
+    tree.insert(&other, &[blocks[0], fresh.blocks(1)[0]], Some(fresh.boundary())).unwrap();
+    books.settle(&mut tree);
+    let hit = tree.lookup(&long, 9).unwrap();
+    tree.pin(LeaseId(1), &hit).unwrap();
+    let (owner, _) = tree.held().find(|(_, page)| *page == blocks[1]).unwrap();
+    let kv_pool::Owner::Tree(node) = owner else { panic!("{owner:?}") };
+    let node = hicache::NodeId(node);
+    assert_eq!(tree.prefix_of(node), Some((long[1], 2)));
+    let gone = tree.give_up(node);
+    assert_eq!(gone, [(long[2], blocks[2]), (long[1], blocks[1])]);
+    assert_eq!(books.settle(&mut tree).len(), 2 + 3, "two blocks and a boundary");
+    assert_eq!((tree.blocks(), tree.boundaries(), tree.leases()), (2, 2, 0));
+    assert_eq!(tree.lookup(&long, 9).unwrap().blocks, blocks[..1], "what is before it stays");
+    assert_eq!(tree.lookup(&other, 9).unwrap().blocks.len(), 2, "and what is beside it");
+    assert_eq!((tree.give_up(node), tree.prefix_of(node)), (Vec::new(), None));
+    // Nothing is left of it that could not be put in again.
+    tree.insert(&long, &[blocks[0], blocks[1], blocks[2]], Some(fresh.boundary())).unwrap();
+    assert_eq!(tree.lookup(&long, 9).unwrap().blocks, blocks);
+}

@@ -362,3 +362,57 @@ fn store_that_holds_too_much_is_trimmed() {
     let removed = [0, 1, 2].map(|number| Move::Remove { store: Store::Disk, key: key_of(number) });
     assert_eq!(gone, removed, "those used longest ago");
 }
+
+/// Tiers with an object in host memory and in the folder.
+fn stored(key: ObjectKey) -> Tiers {
+    let mut tiers = Tiers::new(small_limits());
+    let (motion, _) = tiers.offer(0, key).expect("there is room");
+    tiers.handle_done(1, motion, Outcome::Done).expect("under way");
+    for (motion, what) in begun(&mut tiers) {
+        assert!(matches!(what, Move::Write { .. }), "{what:?}");
+        tiers.handle_done(2, motion, Outcome::Done).expect("under way");
+    }
+    assert!(tiers.host_slot(&key).is_some() && tiers.is_in(Tier::Disk, &key));
+    assert_eq!(tiers.host_objects().collect::<Vec<_>>(), [key]);
+    tiers
+}
+
+#[test]
+fn a_wrong_object_in_host_memory_goes_there_and_its_file_stays() {
+    let key = key_of(1);
+    let mut tiers = stored(key);
+    tiers.found_wrong(&key);
+    assert_eq!((tiers.host_slot(&key), tiers.holds(&key)), (None, Some(Tier::Disk)));
+    assert_eq!(tiers.counters(Tier::Host).mismatches, 1);
+    tiers.found_wrong(&key);
+    assert_eq!(tiers.counters(Tier::Host).mismatches, 1, "it is gone");
+}
+
+#[test]
+fn what_was_made_of_wrong_bytes_goes_from_every_tier() {
+    let key = key_of(1);
+    let mut tiers = stored(key);
+    tiers.give_up(key);
+    assert_eq!((tiers.host_slot(&key), tiers.holds(&key)), (None, None));
+    let motions = begun(&mut tiers);
+    let what: Vec<Move> = motions.iter().map(|(_, what)| *what).collect();
+    assert_eq!(what, [Move::Remove { store: Store::Disk, key }]);
+    tiers.handle_done(3, motions[0].0, Outcome::Done).expect("under way");
+    assert!(tiers.offer(4, key).is_some(), "it can be made again");
+}
+
+#[test]
+fn what_is_being_written_is_removed_when_that_has_ended() {
+    let key = key_of(1);
+    let mut tiers = Tiers::new(small_limits());
+    let (motion, _) = tiers.offer(0, key).expect("there is room");
+    tiers.handle_done(1, motion, Outcome::Done).expect("under way");
+    let writing = begun(&mut tiers);
+    tiers.give_up(key);
+    assert_eq!(begun(&mut tiers), [], "a file is not removed while it is written");
+    let [(motion, Move::Write { .. })] = writing[..] else { panic!("{writing:?}") };
+    tiers.handle_done(2, motion, Outcome::Done).expect("under way");
+    let what: Vec<Move> = begun(&mut tiers).iter().map(|(_, what)| *what).collect();
+    assert_eq!(what, [Move::Remove { store: Store::Disk, key }]);
+    assert_eq!(tiers.holds(&key), None);
+}

@@ -9,10 +9,12 @@ use axum::response::Response;
 use axum::routing::post;
 use dsv4_model::sample::Sampled;
 use dsv4_model::text::Tokenizer;
+use dsv4_server::audit::{Auditing, Wish};
 use dsv4_server::engine::{
     CancelOnDrop, Engine, EngineInfo, Event, FinishReason, FlushReport, Flushing, GenerateRequest,
     Generation, Health, Stats, SubmitError, Usage,
 };
+use dsv4_server::evidence::Witnessing;
 use dsv4_server::http::{HttpConfig, router, serve as serve_http};
 use futures_util::stream;
 use std::convert::Infallible;
@@ -78,6 +80,14 @@ impl Engine for Scripted {
 
     fn health(&self) -> Health {
         Health::Ready
+    }
+
+    fn testify(&self, _: &str) -> Witnessing {
+        Box::pin(async { Vec::new() })
+    }
+
+    fn audit(&self, _: Wish) -> Auditing {
+        Box::pin(async { Vec::new() })
     }
 
     fn flush_cache(&self, _: bool) -> Flushing {

@@ -25,14 +25,34 @@ pub struct TagBinding {
     fingerprint: Fingerprint,
     chains: Vec<ChainHash>,
     landed: Arc<AtomicU32>,
+    /// What has landed, for somebody who wants to know.
+    arrived: Option<Arc<Mutex<Vec<Arrival>>>>,
 }
+
+/// A landed page: its place, its digest, and whether it is the one that was meant.
+pub type Arrival = (PlanEntry, PageDigest, bool);
 
 impl TagBinding {
     /// Context of a prompt.
     #[must_use]
     pub fn new(fingerprint: Fingerprint, tokens: &[u32]) -> Self {
         let chains = Namespace::new(fingerprint, b"").chain(tokens);
-        Self { fingerprint, chains, landed: Arc::default() }
+        Self { fingerprint, chains, landed: Arc::default(), arrived: None }
+    }
+
+    /// The same, keeping what lands for [`Self::take_arrived`].
+    #[must_use]
+    pub fn witnessed(self) -> Self {
+        Self { arrived: Some(Arc::default()), ..self }
+    }
+
+    /// What has landed since the last call.
+    #[must_use]
+    pub fn take_arrived(&self) -> Vec<Arrival> {
+        let arrived = self.arrived.as_ref();
+        let taken = arrived
+            .map(|kept| std::mem::take(&mut *kept.lock().unwrap_or_else(PoisonError::into_inner)));
+        taken.unwrap_or_default()
     }
 
     /// Pages that have landed and are what they are meant to be; one that is read again counts again.
@@ -125,8 +145,15 @@ pub fn offer(
         let page = page_of(table, entry).ok_or_else(|| missing(entry))?;
         let extents = extents_of(pools, entry, page).ok_or_else(|| missing(entry))?;
         let input = context.input(entry).ok_or_else(|| missing(entry))?;
-        let digest = digest_of(&mut *hash, pools.mem(entry.pool), &extents);
-        let found = tag(&digest.map_err(PoolError::from)?, &input);
+        // What was noted when the page was sealed is what was computed; bytes that changed since
+        // then do not match this tag.
+        let digest = match sealed_digest(pools, entry, page) {
+            Some(sealed) => sealed,
+            None => {
+                digest_of(&mut *hash, pools.mem(entry.pool), &extents).map_err(PoolError::from)?
+            }
+        };
+        let found = tag(&digest, &input);
         let region = region_of(entry.pool);
         let offset = pools.word_offset(page);
         items.push(Item {
@@ -139,6 +166,23 @@ pub fn offer(
         });
     }
     Ok(items)
+}
+
+/// The digest of an entry's rows in a page, as they are now.
+#[must_use]
+pub fn digest_of_entry(pools: &Pools, entry: &PlanEntry, page: PageRef) -> Option<PageDigest> {
+    let extents = extents_of(pools, entry, page)?;
+    digest_of(&mut *page_hash(), pools.mem(entry.pool), &extents).ok()
+}
+
+/// The digest of a full page, as it was when it was sealed.
+fn sealed_digest(pools: &Pools, entry: &PlanEntry, page: PageRef) -> Option<PageDigest> {
+    let geometry = pools.geometry();
+    if entry.rows != geometry.rows_per_page(entry.kind) {
+        return None;
+    }
+    let section = geometry.section(entry.kind, entry.layer)?;
+    pools.sealed_digests(page)?.get(section).copied()
 }
 
 /// Where the entries of a plan are to land.
@@ -190,6 +234,10 @@ impl Verifier for PageVerifier {
         let Some(input) = context.input(&entry) else { return false };
         let is_right = page.region == region_of(entry.pool)
             && tag(&PageDigest(digest), &input).0 == page.tag.0;
+        if let Some(arrived) = &context.arrived {
+            let mut arrived = arrived.lock().unwrap_or_else(PoisonError::into_inner);
+            arrived.push((entry, PageDigest(digest), is_right));
+        }
         // To be looked at; nothing follows from it.
         context.landed.fetch_add(u32::from(is_right), Ordering::Relaxed);
         is_right

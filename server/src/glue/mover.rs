@@ -108,6 +108,15 @@ impl HostMemory {
         }
     }
 
+    /// The object in a slot, for a look that ends before anything moves; none if it holds no object.
+    #[must_use]
+    pub fn peek(&self, slot: Slot) -> Option<&[u8]> {
+        match &self.places[slot.part.position()][slot.index as usize] {
+            Place::Held(buffer) => Some(buffer.as_slice()),
+            Place::Idle(_) | Place::Away => None,
+        }
+    }
+
     /// Puts a buffer back; with `good` it holds an object.
     pub fn put(&mut self, slot: Slot, buffer: Buffer, good: bool) {
         *self.place(slot) = if good { Place::Held(Arc::new(buffer)) } else { Place::Idle(buffer) };

@@ -14,8 +14,8 @@ use dsa_kernels::{DeviceError, Mem};
 use hicache::store::format::{FormatError, Header, Section, object_bytes};
 use hicache::{ObjectKey, Part};
 use kv_pool::{
-    BLOCK_TOKENS, CacheKind, Fingerprint, Geometry, PageDigest, PageRef, PageTag, PoolKind,
-    WINDOW_PAGE_ROWS, WINDOW_TOKENS,
+    BLOCK_TOKENS, CacheKind, Fingerprint, Geometry, PageDigest, PageRef, PageTag, PlanEntry,
+    PoolKind, WINDOW_PAGE_ROWS, WINDOW_TOKENS,
 };
 use std::sync::Arc;
 
@@ -278,6 +278,30 @@ impl ObjectMemory {
             return Err(FormatError::ObjectBytes { found, wanted }.into());
         }
         Ok(header)
+    }
+
+    /// The digest of each page in an object.
+    ///
+    /// # Errors
+    /// [`ObjectError`] for an object that is not what it should be; tags are not compared.
+    pub fn digests(
+        &self,
+        object: &[u8],
+        key: ObjectKey,
+    ) -> Result<Vec<(PlanEntry, PageDigest)>, ObjectError> {
+        let header = self.check(object, key)?;
+        let mut hash = page_hash();
+        let digest = |(section, place): (&Section, std::ops::Range<usize>)| {
+            let Section { kind, layer, rows, page_no, bytes, .. } = *section;
+            let pools = PoolKind::ALL.into_iter();
+            let mut pools = pools.filter(|pool| {
+                self.geometry.sections(*pool).iter().any(|section| section.kind == kind)
+            });
+            let pool = pools.next().unwrap_or(PoolKind::Block);
+            let entry = PlanEntry { kind, layer, pool, page_no, rows, bytes };
+            (entry, digest_slice(&mut *hash, &object[place]))
+        };
+        Ok(header.places().map(digest).collect())
     }
 
     /// Checks an object that came from a store, without a device page in sight.

@@ -3,12 +3,15 @@
 //! Memory of a pool: the slab that [`Geometry`] lays out, then one 64-bit word a page that holds
 //! the page's generation, so that a reader in another process can tell a reused page.
 
+use super::hash::{digest_of, page_hash};
+use super::ledger::Ledger;
 use dsa_kernels::{Device, DeviceError, Mem, Place};
 use kv_pool::{
-    CacheKind, Geometry, Owner, PageError, PagePool, PageRef, PageState, PageTable, PoolFull,
-    PoolKind, Proof, Removed,
+    CacheKind, Geometry, Owner, PageDigest, PageError, PagePool, PageRef, PageState, PageTable,
+    PoolFull, PoolKind, Proof, Removed,
 };
 use pd_transfer::copy::guards_changed;
+use pd_transfer::wire::Extent;
 use std::sync::Arc;
 
 /// Pages per pool.
@@ -55,6 +58,7 @@ struct Slab {
     count: u32,
     words: u64,
     written: Vec<bool>,
+    ledger: Ledger,
 }
 
 /// The pools of one worker. Owned by the worker's thread; transports only read the memory.
@@ -96,6 +100,7 @@ impl Pools {
                 count,
                 words,
                 written: vec![false; count as usize],
+                ledger: Ledger::new(count),
             })
         };
         let slabs = [slab(PoolKind::Block)?, slab(PoolKind::Window)?, slab(PoolKind::Carry)?];
@@ -192,9 +197,42 @@ impl Pools {
         Ok(())
     }
 
-    /// Ends writing to a page.
+    /// Ends writing to a page, and notes the digests of what it holds.
     pub fn seal(&mut self, page: PageRef) -> Result<(), PoolError> {
-        Ok(self.slabs[slot(page.pool)].pages.seal(page)?)
+        let digests = self.digests(page)?;
+        self.seal_as(page, digests)
+    }
+
+    /// The same for a page whose digests were made on its way here: one for each section of its
+    /// pool, over all rows.
+    pub fn seal_as(&mut self, page: PageRef, digests: Vec<PageDigest>) -> Result<(), PoolError> {
+        let slab = &mut self.slabs[slot(page.pool)];
+        slab.pages.seal(page)?;
+        slab.ledger.note(page, digests);
+        Ok(())
+    }
+
+    /// The digests that a sealed page had when it was sealed, in the order of its pool's sections.
+    #[must_use]
+    pub fn sealed_digests(&self, page: PageRef) -> Option<&[PageDigest]> {
+        self.slabs[slot(page.pool)].ledger.of(page)
+    }
+
+    /// Digests of all rows of a page as they are now, in the order of its pool's sections.
+    pub fn digests(&self, page: PageRef) -> Result<Vec<PageDigest>, PoolError> {
+        let mut hash = page_hash();
+        let (geometry, count) = (&self.geometry, self.count(page.pool));
+        let sections = geometry.sections(page.pool).iter().enumerate();
+        let digest = |(number, section): (usize, &kv_pool::Section)| {
+            let base = geometry.page_offset(page.pool, number, count, page.index);
+            let rows = geometry.rows_per_page(section.kind);
+            let inside = geometry.extents(section.kind, rows);
+            let at =
+                |e: &kv_pool::Extent| Extent { offset: base + u64::from(e.offset), len: e.len };
+            let extents: Vec<Extent> = inside.iter().map(at).collect();
+            Ok(digest_of(&mut *hash, self.mem(page.pool), &extents)?)
+        };
+        sections.map(digest).collect()
     }
 
     /// Adds an owner.
@@ -233,6 +271,7 @@ impl Pools {
             return Ok(());
         }
         for index in freed {
+            slab.ledger.forget(index);
             slab.mem.store_word(slab.words + u64::from(index) * 8, slab.pages.generation(index))?;
         }
         // A reader that sees bytes of the next owner must also see the new generation.

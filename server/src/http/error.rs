@@ -102,6 +102,15 @@ impl ApiError {
         }
     }
 
+    /// 404: nothing is known of the pages of this request.
+    pub fn not_traced(id: &str) -> Self {
+        let message = format!(
+            "nothing is known of the pages of request {id:?}: a worker keeps that of its last \
+             --trace-pages requests, by the name in the header x-request-id"
+        );
+        Self::client(StatusCode::NOT_FOUND, "not_traced", message)
+    }
+
     /// 404: no such path.
     pub fn no_path(path: &str) -> Self {
         Self::client(StatusCode::NOT_FOUND, "not_found", format!("there is nothing at {path}"))

@@ -22,6 +22,11 @@ impl Fields {
         }
     }
 
+    /// Names of all fields.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
+
     /// The field, unless it is absent or `null`.
     pub(super) fn get(&self, name: &str) -> Option<&Value> {
         self.0.get(name).filter(|value| !value.is_null())

@@ -1,6 +1,7 @@
 //! The numbers of a worker for `/metrics` and the page.
 
 use super::{NodeEngine, WorkerHandle};
+use crate::audit::How;
 use crate::engine::MetricKind::{Counter, Gauge};
 use crate::engine::{Metric, MetricKind, PoolView, TierView, WorkerView};
 use crate::glue::pools::POOLS;
@@ -111,6 +112,7 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
         let m = of(worker, "dsv4:requests_ended_total", Counter, value, help);
         all.push(labelled(m, "how", how));
     }
+    audit_metrics(worker, n, &mut all);
     if let Some(cache) = &n.cache {
         cache_metrics(worker, cache, &mut all);
     }
@@ -156,6 +158,19 @@ fn injected(worker: &WorkerHandle) -> Option<Metric> {
     let help = "Times that the fault which is injected into this test build has struck";
     let m = of(worker, "dsv4:injected_faults_total", Counter, armed.struck(), help);
     Some(labelled(m, "fault", armed.injection.fault.name()))
+}
+
+/// What audits have looked at and found.
+fn audit_metrics(worker: &WorkerHandle, n: &Snapshot, all: &mut Vec<Metric>) {
+    let (name, help) = ("dsv4:audits_total", "Audits of pages that operators asked for");
+    all.push(of(worker, name, Counter, n.audits.audits, help));
+    let (name, help) = ("dsv4:audit_checked_total", "Pages and objects that audits looked at");
+    all.push(of(worker, name, Counter, n.audits.checked, help));
+    for (how, wrong) in How::ALL.into_iter().zip(n.audits.wrong) {
+        let help = "Pages of a cache and layer that audits found wrong, by how they were found";
+        let metric = of(worker, "dsv4:audit_mismatches_total", Counter, wrong, help);
+        all.push(labelled(metric, "found_by", how.name()));
+    }
 }
 
 /// What the tiers below the device hold and have done, tier by tier.

@@ -10,15 +10,15 @@ use super::{Role, Worker};
 use crate::clock::Clock;
 use crate::engine::{CacheKeep, Flushed};
 use crate::glue::mover::{HostMemory, Job, Mover, Report};
-use crate::glue::objects::ObjectPages;
+use crate::glue::objects::{ObjectError, ObjectMemory, ObjectPages};
 use crate::glue::pools::PoolError;
 use crate::scheduler::SeqId;
 use hicache::tiers::{
-    Action, FetchEnd, FetchId, MotionId, Move, Outcome, Store, Tier, TierCounters, TierUse, Tiers,
-    WritePolicy, objects_of,
+    Action, FetchEnd, FetchId, MotionId, Move, Outcome, Slot, Store, Tier, TierCounters, TierUse,
+    Tiers, WritePolicy, objects_of,
 };
 use hicache::{Boundary, Change, ObjectKey};
-use kv_pool::{BLOCK_TOKENS, Owner, PageRef, PageState, PoolKind, Proof};
+use kv_pool::{BLOCK_TOKENS, ChainHash, Owner, PageRef, PageState, PoolKind, Proof};
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
@@ -180,6 +180,11 @@ impl Cache {
         self.tiers.is_in(tier, key)
     }
 
+    /// The object in a slot of host memory.
+    pub(super) fn object(&self, slot: Slot) -> Option<&[u8]> {
+        self.host.peek(slot)
+    }
+
     /// Whether anything is under way or waits for its turn.
     fn is_idle(&self) -> bool {
         self.pending.is_empty() && self.tiers.motions() == 0 && self.tiers.backlog() == [0, 0, 0]
@@ -201,6 +206,7 @@ impl Worker {
     /// Saves the blocks that a sequence has sealed since the last call, and with `boundary` what is
     /// needed to go on from their end, if the tree has it.
     pub(super) fn save_prefix(&mut self, id: SeqId, boundary: bool) {
+        self.witness_chain(id);
         let (Some(cache), Some(seq)) = (&mut self.cache, self.sequences.get_mut(&id)) else {
             return;
         };
@@ -320,6 +326,9 @@ impl Worker {
         let now = cache.now_us();
         if let Err(error) = cache.tiers.handle_done(now, motion, outcome) {
             panic!("report a motion of the cache: {error}");
+        }
+        if good {
+            self.witness_moved(what, pages);
         }
         for page in pages.iter().flat_map(ObjectPages::iter) {
             let (owner, proof) = (Owner::LocalCopy(motion.0), Proof::OwnCompletionDrained);
@@ -666,6 +675,13 @@ impl Worker {
 
     /// A prefix is here and right: seals its pages and gives them to the tree.
     fn keep_loaded(&mut self, id: SeqId, loading: &Loading) -> Result<(), PoolError> {
+        // What was here of it may have turned out to be wrong meanwhile.
+        let boundary = loading.boundary.iter().flat_map(Boundary::pages);
+        let is_wrong =
+            |page: PageRef| self.pools.pages(page.pool).check(page) == Ok(PageState::Quarantined);
+        if loading.blocks.iter().copied().chain(boundary).any(is_wrong) {
+            return Ok(());
+        }
         for page in loading.targets.values().flat_map(|(_, pages)| pages.iter()) {
             self.pools.seal(page)?;
         }
@@ -678,6 +694,36 @@ impl Worker {
         self.prefixes.adopt(&mut self.pools, &chain, &loading.blocks, loading.boundary.clone())?;
         self.learn_blocks(id, depth);
         Ok(())
+    }
+
+    /// What these blocks and the places behind them were made of was wrong: no tier has them any more.
+    pub(super) fn forget_below(&mut self, gone: &[ChainHash]) {
+        let Some(cache) = &mut self.cache else { return };
+        cache.pending.retain(|pending| !gone.contains(&pending.key.chain));
+        for hash in gone {
+            cache.tiers.give_up(ObjectKey::block(*hash));
+            cache.tiers.give_up(ObjectKey::boundary(*hash));
+        }
+        self.act_cache();
+    }
+
+    /// Looks at an object in host memory: its bytes, or what is wrong with it, which is given up then.
+    /// None if it has gone.
+    pub(super) fn audit_object(
+        &mut self,
+        key: ObjectKey,
+        memory: &ObjectMemory,
+    ) -> Option<Result<u64, ObjectError>> {
+        let cache = self.cache.as_mut()?;
+        let slot = cache.tiers.host_slot(&key)?;
+        let object = cache.host.peek(slot)?;
+        let bytes = object.len() as u64;
+        let result = memory.verify(object, key);
+        if result.is_err() {
+            cache.tiers.found_wrong(&key);
+            self.act_cache();
+        }
+        Some(result.map(|()| bytes))
     }
 
     /// Writes what is saved and not written, for a while.

@@ -1,6 +1,7 @@
 //! How many pages a sequence needs, taking them as it grows, and giving them to others.
 
 use super::{Sequence, Worker, WorkerConfig};
+use crate::evidence::Stop;
 use crate::glue::pools::PoolError;
 use crate::scheduler::{PageNeed, Reserve, SeqId, Share};
 use kv_pool::{BLOCK_TOKENS, PoolKind, WINDOW_PAGE_ROWS, WINDOW_TOKENS};
@@ -99,17 +100,26 @@ impl Worker {
         let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };
         let Sequence { table, owner, computed, blocks_sealed, windows_sealed, .. } = seq;
         let Some(table) = table.as_mut() else { return Ok(()) };
+        let mut sealed = Vec::new();
         while (*blocks_sealed + 1) * BLOCK_TOKENS <= *computed {
-            self.pools.seal(table.blocks()[*blocks_sealed as usize])?;
+            let page = table.blocks()[*blocks_sealed as usize];
+            self.pools.seal(page)?;
+            sealed.push((page, *blocks_sealed));
             *blocks_sealed += 1;
         }
         while (*windows_sealed + 1) * WINDOW_PAGE_ROWS <= *computed {
             let position = *windows_sealed - table.window_first_no();
-            self.pools.seal(table.window()[position as usize])?;
+            let page = table.window()[position as usize];
+            self.pools.seal(page)?;
+            sealed.push((page, *windows_sealed));
             *windows_sealed += 1;
         }
-        for page in table.recycle_window(*computed) {
-            self.pools.remove_owner(page, *owner, None)?;
+        let (recycled, owner) = (table.recycle_window(*computed), *owner);
+        for (page, page_no) in sealed {
+            self.witness_full(id, Stop::Sealed, page, page_no);
+        }
+        for page in recycled {
+            self.pools.remove_owner(page, owner, None)?;
         }
         Ok(())
     }

@@ -5,16 +5,17 @@
 //! first, whenever a sequence needs a page and none is free.
 
 use super::cache::needs_boundary;
-use super::sequence::{Sequence, State};
+use super::sequence::{Origin, Sequence, State};
 use super::{Role, Worker};
 pub use crate::glue::objects::BOUNDARY_WINDOWS;
 use crate::glue::pools::{PoolError, Pools};
 use crate::scheduler::SeqId;
 use hicache::tiers::{Tiers, objects_of};
-use hicache::{Action, Boundary, Change, Config, Hit, ObjectKey, PrefixTree};
+use hicache::{Action, Boundary, Change, Config, Hit, NodeId, ObjectKey, PrefixTree};
 use kv_pool::{
     BLOCK_TOKENS, ChainHash, Fingerprint, Namespace, Owner, PageRef, PoolKind, WINDOW_PAGE_ROWS,
 };
+use std::collections::BTreeSet;
 
 /// Prompts stop at least this often, in tokens, at a place where another one can go on.
 const BOUNDARY_EVERY: u32 = 2048;
@@ -254,6 +255,48 @@ impl Prefixes {
         Ok(kept)
     }
 
+    /// Gives up a node that holds wrong bytes, and what follows it. The hashes of what went; those who
+    /// compute with any of its blocks are added to `users`.
+    pub(super) fn give_up(
+        &mut self,
+        pools: &mut Pools,
+        node: u64,
+        users: &mut BTreeSet<SeqId>,
+    ) -> Result<Vec<ChainHash>, PoolError> {
+        let Some(tree) = &mut self.tree else { return Ok(Vec::new()) };
+        let gone = tree.give_up(NodeId(node));
+        for (_, page) in &gone {
+            let owners = pools.pages(page.pool).owners(*page).unwrap_or_default();
+            users.extend(owners.iter().filter_map(|owner| match owner {
+                Owner::Sequence(id) => Some(*id),
+                Owner::Tree(_) | Owner::LocalCopy(_) | Owner::RemoteReader(_) => None,
+            }));
+        }
+        self.act(pools)?;
+        Ok(gone.into_iter().map(|(hash, _)| hash).collect())
+    }
+
+    /// The prefix that a node of the tree ends, and its blocks.
+    pub(super) fn prefix_of(&self, node: u64) -> Option<(ChainHash, usize)> {
+        self.tree.as_ref()?.prefix_of(NodeId(node))
+    }
+
+    /// Hashes of the full blocks of a text, and the pages of those that are here.
+    pub(super) fn blocks_of(&self, tokens: &[u32], salt: &str) -> (Vec<ChainHash>, Vec<PageRef>) {
+        let namespace = Namespace::new(self.fingerprint, salt.as_bytes());
+        let mut parent = namespace.root();
+        let (full, _) = tokens.as_chunks::<{ BLOCK_TOKENS as usize }>();
+        let chain: Vec<ChainHash> = full
+            .iter()
+            .map(|block| {
+                parent = namespace.next(&parent, block);
+                parent
+            })
+            .collect();
+        let pages = self.tree.as_ref().map(|tree| tree.peek_blocks(&chain)).unwrap_or_default();
+        (chain, pages)
+    }
+
     /// What is kept to go on from the end of a prefix.
     pub(super) fn boundary_at(&self, end: &ChainHash) -> Option<Boundary> {
         self.tree.as_ref()?.boundary(end).cloned()
@@ -365,7 +408,11 @@ impl Worker {
             self.pools.add_owner(page, seq.owner)?;
             table.push_window(page);
         }
+        if matches!(seq.origin, Origin::Audit) {
+            return Ok(());
+        }
         self.numbers.reused_tokens += u64::from(seq.cached);
+        self.witness_reused(id);
         self.pin_prefix(id);
         // It may have gone from below meanwhile, or be worth saving now that it is used again.
         self.save_prefix(id, true);
@@ -400,7 +447,8 @@ impl Worker {
     /// stops ([`next_stop`]), at the end of one of full blocks, or behind a full block of output.
     pub(super) fn keep_boundary(&mut self, id: SeqId) -> Result<(), PoolError> {
         let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };
-        if !seq.computed.is_multiple_of(BLOCK_TOKENS) {
+        // What an audit computes is compared with what is kept, and not kept itself.
+        if !seq.computed.is_multiple_of(BLOCK_TOKENS) || matches!(seq.origin, Origin::Audit) {
             return Ok(());
         }
         let decoding = seq.state == State::Decoding;

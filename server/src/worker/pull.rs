@@ -200,7 +200,9 @@ impl Worker {
             panic!("read random bytes for an attempt's id: {error}");
         }
         let attempt = AttemptId(bytes);
-        let context = Arc::new(TagBinding::new(link.fingerprint, &seq.tokens));
+        let context = TagBinding::new(link.fingerprint, &seq.tokens);
+        let is_witnessed = self.witness.is_some();
+        let context = Arc::new(if is_witnessed { context.witnessed() } else { context });
         link.verifier.expect(attempt, Arc::clone(&context));
         let fresh: Vec<PageRef> =
             table.all_pages().filter(|page| self.pools.is_filling(*page)).collect();
@@ -226,6 +228,8 @@ impl Worker {
         self.attempts.insert(attempt, id);
         self.routes.insert(attempt, driver);
         self.keep_landing(attempt, id, &fresh);
+        self.witness_attempt(id, attempt, key);
+        self.witness_reused(id);
         self.command(attempt, |driver| driver.start(start));
         if let Some(peer) = self.peers.get_mut(&key) {
             peer.pending += 1;
@@ -492,6 +496,7 @@ impl Worker {
         self.routes.remove(&attempt);
         let id = self.attempts.remove(&attempt)?;
         self.free_landing(attempt, id);
+        self.witness_arrived(id);
         if let Some(peer) = self.sequences.get(&id).and_then(|s| s.peer)
             && let Some(peer) = self.peers.get_mut(&peer)
         {

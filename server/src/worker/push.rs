@@ -3,6 +3,7 @@
 use super::sequence::{Origin, Sequence};
 use super::{PeerKey, Worker, WorkerMsg, pages};
 use crate::engine::{FailureKind, Provenance};
+use crate::evidence::Stop;
 use crate::glue::handoff::{TagBinding, offer, page_of};
 use crate::glue::order::Order;
 use crate::glue::payload::{FirstToken, PrefillRequest};
@@ -180,6 +181,7 @@ impl Worker {
         self.sequences.insert(id, seq);
         self.attempts.insert(attempt, id);
         self.enqueue(id, need);
+        self.witness_attempt(id, attempt, peer);
     }
 
     /// Offers blocks that have become complete, while the rest of the prompt is computed.
@@ -219,6 +221,12 @@ impl Worker {
                 panic!("seal the pages of sequence {id}: {error}");
             }
         }
+        let is_open = |entry: &PlanEntry| {
+            let rows = self.pools.geometry().rows_per_page(entry.kind);
+            entry.pool == PoolKind::Carry || entry.rows < rows
+        };
+        let snapshots: Vec<PlanEntry> = rest.iter().copied().filter(is_open).collect();
+        self.witness_plan(id, Stop::Sealed, &snapshots);
         if !self.lend(id, &rest) {
             return;
         }
@@ -273,6 +281,7 @@ impl Worker {
             }
         }
         offered.extend(&items);
+        self.witness_plan(id, Stop::Offered, entries);
         self.command(attempt, |driver| driver.ready(attempt, items));
         true
     }

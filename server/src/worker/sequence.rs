@@ -37,6 +37,8 @@ pub(super) enum Origin {
         /// What was offered so far.
         offered: Manifest,
     },
+    /// An audit that compares what it computes with what is there.
+    Audit,
 }
 
 /// Where a sequence stands.
@@ -189,6 +191,30 @@ impl Sequence {
     ) -> Self {
         let waiting = Self::waiting(id, request, origin, journey);
         Self { context: Some(context), peer: Some(peer), live, ..waiting }
+    }
+
+    /// One whose pages are compared with others of the same tokens, after all that have clients.
+    pub(super) fn of_audit(id: SeqId, tokens: Vec<u32>, salt: String, role: &'static str) -> Self {
+        let name = "audit".to_owned();
+        let length = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+        let journey = Arc::new(Journey::begin(name.clone(), role, None, length));
+        let request = PrefillRequest {
+            id: name,
+            request_id: String::new(),
+            trace: None,
+            prompt: tokens,
+            output: 0,
+            sampling: SamplingParams::greedy(),
+            cache_salt: salt,
+            cache_keep: CacheKeep::AsUsed,
+            turn: Turn { priority: i32::MAX, key: 0 },
+            not_first: Vec::new(),
+            thinking: None,
+            source: None,
+        };
+        let waiting = Self::waiting(id, request, Origin::Audit, journey);
+        // What the tiers below have of it is not what is to be looked at.
+        Self { fetches: u32::MAX, was_probed: true, ..waiting }
     }
 
     fn waiting(id: SeqId, request: PrefillRequest, origin: Origin, journey: Arc<Journey>) -> Self {

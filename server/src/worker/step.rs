@@ -81,7 +81,8 @@ impl Worker {
         let Some(seq) = self.sequences.get_mut(&id) else { return };
         seq.computed += share.tokens;
         seq.tell_reach();
-        if seq.state == State::Prefilling {
+        let is_audit = matches!(seq.origin, Origin::Audit);
+        if seq.state == State::Prefilling && !is_audit {
             self.numbers.prefill_tokens += u64::from(share.tokens);
         }
         let is_peer = matches!(seq.origin, Origin::Peer { .. });
@@ -89,6 +90,9 @@ impl Worker {
             panic!("seal, keep and recycle the pages of sequence {id}: {error}");
         }
         self.go_on(id);
+        if is_audit {
+            return self.end_window(id);
+        }
         let sampled = row.map(|row| self.draw(id, row));
         match sampled {
             Some(Err(message)) => self.end_failed(id, FailureKind::Internal, &message),

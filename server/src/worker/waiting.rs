@@ -76,7 +76,7 @@ impl Worker {
         let patience = match seq.origin {
             Origin::Client { .. } => self.config.patience,
             // Its decode worker minds how long it waits.
-            Origin::Peer { .. } => Patience::default(),
+            Origin::Peer { .. } | Origin::Audit => Patience::default(),
         };
         let waiting = Waiting {
             start,
@@ -87,10 +87,13 @@ impl Worker {
             deadline_us: patience.queue.map(after),
         };
         self.scheduler.enqueue(id, waiting);
+        self.witness_begin(id);
         if let Some(first_token) = patience.first_token {
             self.first_tokens.insert((after(first_token), id));
         }
-        self.prefetch(id);
+        if !matches!(self.sequences.get(&id).map(|seq| &seq.origin), Some(Origin::Audit)) {
+            self.prefetch(id);
+        }
     }
 
     /// How long until somebody has waited too long.

@@ -22,6 +22,8 @@ mod deploy;
 mod discovery;
 #[path = "e2e/edge.rs"]
 mod edge;
+#[path = "e2e/evidence.rs"]
+mod evidence;
 #[path = "e2e/fault_run.rs"]
 mod fault_run;
 #[path = "e2e/faulted.rs"]
@@ -66,6 +68,8 @@ mod traces;
 mod turns;
 #[path = "e2e/turns_of_keys.rs"]
 mod turns_of_keys;
+#[path = "e2e/verify.rs"]
+mod verify;
 #[path = "e2e/warm.rs"]
 mod warm;
 #[path = "e2e/workers.rs"]

@@ -3,11 +3,13 @@
 use crate::client::Client;
 use dsv4_model::sample::Sampled;
 use dsv4_model::text::Tokenizer;
+use dsv4_server::audit::{Auditing, Wish};
 use dsv4_server::engine::{
     CancelOnDrop, Engine, EngineInfo, Event, FinishReason, FlushReport, Flushed, Flushing,
     GenerateRequest, Generation, Health, Metric, MetricKind, PeerFlushed, PoolView, Stats,
     SubmitError, TierView, Usage, WorkerView,
 };
+use dsv4_server::evidence::Witnessing;
 use dsv4_server::grammar::{Grammars, Limits};
 use dsv4_server::http::access::{Access, protect};
 use dsv4_server::http::{Edge, HttpConfig, router, serve_with};
@@ -131,6 +133,14 @@ impl Engine for FakeEngine {
 
     fn health(&self) -> Health {
         self.health.lock().unwrap().clone()
+    }
+
+    fn testify(&self, _: &str) -> Witnessing {
+        Box::pin(async { Vec::new() })
+    }
+
+    fn audit(&self, _: Wish) -> Auditing {
+        Box::pin(async { Vec::new() })
     }
 
     fn flush_cache(&self, stores: bool) -> Flushing {

@@ -5,7 +5,7 @@ use clap::Parser as _;
 use dsv4_model::sample::SamplingParams;
 use dsv4_server::config::Cli;
 use dsv4_server::engine::{
-    CacheKeep, Engine as _, Event, FailureKind, GenerateRequest, Health, Usage,
+    CacheKeep, Engine as _, Event, FailureKind, GenerateRequest, Generation, Health, Usage,
 };
 use dsv4_server::node::{Node, NodeOptions};
 use std::time::Instant;
@@ -41,12 +41,8 @@ impl Workers {
         }
     }
 
-    /// The greedy answer to a prompt, and its counts.
-    pub(crate) async fn answer(
-        &self,
-        prompt: Vec<u32>,
-        max_tokens: u32,
-    ) -> Result<(Answer, Usage), FailureKind> {
+    /// Begins the greedy answer to a prompt.
+    pub(crate) fn begin(&self, prompt: Vec<u32>, max_tokens: u32) -> Generation {
         let sampling = SamplingParams { want_logprob: true, ..SamplingParams::greedy() };
         let request = GenerateRequest {
             id: "test".to_owned(),
@@ -62,7 +58,22 @@ impl Workers {
             turn: dsv4_server::engine::Turn::default(),
             provenance: dsv4_server::engine::Provenance::default(),
         };
-        let mut generation = self.node().engine().submit(request).expect("it is accepted");
+        self.node().engine().submit(request).expect("it is accepted")
+    }
+
+    /// The greedy answer to a prompt, and its counts.
+    pub(crate) async fn answer(
+        &self,
+        prompt: Vec<u32>,
+        max_tokens: u32,
+    ) -> Result<(Answer, Usage), FailureKind> {
+        Self::end_of(&mut self.begin(prompt, max_tokens)).await
+    }
+
+    /// What is left of an answer.
+    pub(crate) async fn end_of(
+        generation: &mut Generation,
+    ) -> Result<(Answer, Usage), FailureKind> {
         let mut answer = Vec::new();
         loop {
             let event =

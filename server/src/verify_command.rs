@@ -1,0 +1,242 @@
+//! `server verify URL`: asks a live worker whether its pages are what they should be, and says so as
+//! a table.
+
+use crate::config::VerifyArgs;
+use crate::glue::pools::POOLS;
+use reqwest::header::CONTENT_TYPE;
+use reqwest::{Client, Url};
+use serde_json::{Value, json};
+use std::io::{self, Write};
+use std::time::Duration;
+
+/// How an audit ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VerifyEnd {
+    /// All that was looked at is right.
+    Right,
+    /// Something is wrong.
+    Wrong,
+}
+
+/// An audit that could not be done.
+#[derive(Debug, thiserror::Error)]
+pub enum VerifyError {
+    /// Not an address.
+    #[error("{0:?} is no address of a worker: http://HOST:PORT expected")]
+    Address(String),
+    /// Nobody answers there.
+    #[error("ask {url}: {why}")]
+    Ask {
+        /// Where.
+        url: Url,
+        /// What the network said, with its causes.
+        why: String,
+    },
+    /// The server refused.
+    #[error("{url} answers {status}: {message}")]
+    Refused {
+        /// Where.
+        url: Url,
+        /// HTTP status.
+        status: u16,
+        /// What it said.
+        message: String,
+    },
+    /// Not an audit's answer.
+    #[error("{url} answers what is no audit: {what} is missing; is it a worker of this version?")]
+    NotAnAudit {
+        /// Where.
+        url: Url,
+        /// The first thing that is missing.
+        what: &'static str,
+    },
+    /// No threads or no memory for a client.
+    #[error("make an HTTP client: {0}")]
+    Client(String),
+    /// The output has no reader, or no room.
+    #[error("write the output: {0}")]
+    Output(#[from] io::Error),
+}
+
+/// How long a worker may take to accept a connection.
+const CONNECT_MAX: Duration = Duration::from_secs(10);
+
+/// Audits a worker and writes what it found.
+///
+/// # Errors
+/// [`VerifyError`] if it could not be audited.
+pub fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<VerifyEnd, VerifyError> {
+    let wrong = || VerifyError::Address(args.url.clone());
+    let base: Url = args.url.parse().map_err(|_| wrong())?;
+    if !matches!(base.scheme(), "http" | "https") {
+        return Err(wrong());
+    }
+    let url = base.join("/verify").map_err(|_| wrong())?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| VerifyError::Client(error.to_string()))?;
+    let answer = runtime.block_on(ask(args, &url))?;
+    let is_wrong = answer["mismatches"].as_u64();
+    let is_wrong = is_wrong.ok_or_else(|| missing(&url, "the number of mismatches"))? > 0;
+    if args.json {
+        writeln!(out, "{answer}")?;
+    } else {
+        let workers = answer["workers"].as_array().ok_or_else(|| missing(&url, "workers"))?;
+        table(workers, out)?;
+    }
+    Ok(if is_wrong { VerifyEnd::Wrong } else { VerifyEnd::Right })
+}
+
+fn missing(url: &Url, what: &'static str) -> VerifyError {
+    VerifyError::NotAnAudit { url: url.clone(), what }
+}
+
+async fn ask(args: &VerifyArgs, url: &Url) -> Result<Value, VerifyError> {
+    // The one implementation of cryptography that is linked; that it was chosen before is as good.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let client = Client::builder().connect_timeout(CONNECT_MAX).build();
+    let client = client.map_err(|error| VerifyError::Client(error.to_string()))?;
+    let wish = json!({"sample": args.sample, "windows": args.windows, "seed": args.seed});
+    let mut request =
+        client.post(url.clone()).header(CONTENT_TYPE, "application/json").body(wish.to_string());
+    if let Some(key) = &args.api_key {
+        request = request.bearer_auth(key);
+    }
+    let failed = |error: reqwest::Error| VerifyError::Ask { url: url.clone(), why: chain(&error) };
+    let response = request.send().await.map_err(failed)?;
+    let status = response.status();
+    let body = response.bytes().await.map_err(failed)?;
+    let answer: Option<Value> = serde_json::from_slice(&body).ok();
+    if status.is_success() {
+        return answer.ok_or_else(|| missing(url, "JSON"));
+    }
+    let said = answer.as_ref().and_then(|answer| answer["error"]["message"].as_str());
+    let mut message = said.unwrap_or("nothing that could be read").to_owned();
+    if status.as_u16() == 404 {
+        message += " (a router is not audited: give the address of a worker)";
+    }
+    Err(VerifyError::Refused { url: url.clone(), status: status.as_u16(), message })
+}
+
+/// An error with its causes, in one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
+
+/// What was looked at and what is wrong, worker by worker.
+fn table(workers: &[Value], out: &mut dyn Write) -> io::Result<()> {
+    for worker in workers {
+        let text = |name: &str| worker[name].as_str().unwrap_or("?").to_owned();
+        let seconds = worker["seconds"].as_f64().unwrap_or_default();
+        writeln!(out, "{} worker, {seconds:.1} s", text("role"))?;
+        writeln!(out, "  {:<22} {:>9} {:>9} {:>10}", "", "there", "checked", "MiB")?;
+        for kind in POOLS {
+            let what = format!("{kind} pages");
+            row(&what, &worker["pages"][kind.name()], out)?;
+        }
+        row("objects in host memory", &worker["host"], out)?;
+        row("windows recomputed", &worker["windows"], out)?;
+        let number = |value: &Value| value.as_u64().unwrap_or_default();
+        let windows = &worker["windows"];
+        writeln!(
+            out,
+            "  {} tokens computed again, {} pages compared; {} pages are being written, {} went \
+             before their turn",
+            number(&windows["tokens"]),
+            number(&windows["pages"]),
+            number(&worker["open_pages"]),
+            number(&worker["gone"]),
+        )?;
+        for skipped in worker["skipped"].as_array().into_iter().flatten() {
+            writeln!(out, "  not looked at: {}", skipped.as_str().unwrap_or_default())?;
+        }
+        let found = worker["mismatches"].as_array().map(Vec::as_slice).unwrap_or_default();
+        for finding in found {
+            writeln!(out, "  WRONG {}", sentence(finding))?;
+        }
+        if let Some(more @ 1..) = worker["more_mismatches"].as_u64() {
+            writeln!(out, "  WRONG and {more} more")?;
+        }
+        if found.is_empty() {
+            writeln!(out, "  all that was looked at is right")?;
+        }
+    }
+    Ok(())
+}
+
+fn row(what: &str, looked: &Value, out: &mut dyn Write) -> io::Result<()> {
+    let number = |name: &str| looked[name].as_u64().unwrap_or_default();
+    let mib = number("bytes") as f64 / f64::from(1 << 20);
+    writeln!(out, "  {what:<22} {:>9} {:>9} {mib:>10.1}", number("there"), number("checked"))
+}
+
+/// One finding in a line.
+fn sentence(finding: &Value) -> String {
+    let text = |name: &str| finding[name].as_str().unwrap_or("?");
+    let mut line = format!("{} ", text("kind"));
+    for (name, said) in [("layer", "layer"), ("page_no", "page"), ("row", "from row")] {
+        if let Some(number) = finding[name].as_u64() {
+            line += &format!("{said} {number} ");
+        }
+    }
+    if let Some(page) = finding["page"].as_str() {
+        line += &format!("({page}) ");
+    }
+    let held_by = finding["held_by"].as_array().into_iter().flatten();
+    let held_by: Vec<&str> = held_by.filter_map(Value::as_str).collect();
+    let (expected, found) = (text("expected"), text("found"));
+    line += &match text("found_by") {
+        "digest" => format!("changed since it was sealed: {found}, sealed as {expected}"),
+        "recompute" => format!("is not what is computed again: {found}, computed {expected}"),
+        _ => format!("is not what was saved: {found}"),
+    };
+    format!("{line}; held by {}", held_by.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_finding_is_one_line_that_names_the_place() {
+        let finding = json!({
+            "found_by": "digest", "kind": "c4_index", "layer": 3, "page": "block:7@2", "page_no": 1,
+            "row": null, "expected": "aa", "found": "bb", "held_by": ["request r1", "a copy"],
+        });
+        assert_eq!(
+            sentence(&finding),
+            "c4_index layer 3 page 1 (block:7@2) changed since it was sealed: bb, sealed as aa; \
+             held by request r1, a copy"
+        );
+        let finding = json!({
+            "found_by": "recompute", "kind": "window", "layer": 0, "page": "window:1@1",
+            "page_no": 6, "row": 12, "expected": "aa", "found": "bb", "held_by": [],
+        });
+        assert!(
+            sentence(&finding).starts_with("window layer 0 page 6 from row 12 (window:1@1) is")
+        );
+    }
+
+    #[test]
+    fn a_table_says_what_was_looked_at() {
+        let worker = json!({
+            "role": "decode", "seconds": 1.25,
+            "pages": {"block": {"there": 12, "checked": 3, "bytes": 3 << 20}},
+            "windows": {"there": 1, "checked": 1, "bytes": 0, "tokens": 512, "pages": 9},
+            "skipped": ["prefix of request r: too few pages"], "mismatches": [],
+        });
+        let mut out = Vec::new();
+        table(&[worker], &mut out).expect("memory has room");
+        let text = String::from_utf8(out).expect("text");
+        for line in [
+            "decode worker, 1.2 s",
+            "  block pages                   12         3        3.0",
+            "  512 tokens computed again, 9 pages compared; 0 pages are being written, 0 went before \
+             their turn",
+            "  not looked at: prefix of request r: too few pages",
+            "  all that was looked at is right",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line:?} in\n{text}");
+        }
+    }
+}
