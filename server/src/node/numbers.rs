@@ -71,24 +71,7 @@ pub(super) fn metrics_of(worker: &WorkerHandle, n: &Snapshot) -> Vec<Metric> {
     let plain = requests(n).into_iter().chain(handoffs(n)).chain(prefixes(n));
     let mut all: Vec<Metric> =
         plain.map(|(name, kind, value, help)| of(worker, name, kind, value, help)).collect();
-    for (kind, pool) in POOLS.into_iter().zip(n.pools) {
-        for (state, value) in [
-            ("used", pool.used),
-            ("cached", pool.cached),
-            ("quarantined", pool.quarantined),
-            ("draining", pool.draining),
-            ("total", pool.total),
-        ] {
-            let m = of(
-                worker,
-                "dsv4:pages",
-                Gauge,
-                value,
-                "Pages by pool and state; cached pages are used ones too",
-            );
-            all.push(labelled(labelled(m, "pool", &pool_name(kind)), "state", state));
-        }
-    }
+    page_metrics(worker, n, &mut all);
     let help = "Time since the worker's thread last went round its loop";
     let mut age = of(worker, "dsv4:heartbeat_age_seconds", Gauge, 0, help);
     age.value = worker.shared.heartbeat.age().as_secs_f64();
@@ -158,6 +141,28 @@ fn injected(worker: &WorkerHandle) -> Option<Metric> {
     let help = "Times that the fault which is injected into this test build has struck";
     let m = of(worker, "dsv4:injected_faults_total", Counter, armed.struck(), help);
     Some(labelled(m, "fault", armed.injection.fault.name()))
+}
+
+/// Pages of each pool by what they are used for.
+fn page_metrics(worker: &WorkerHandle, n: &Snapshot, all: &mut Vec<Metric>) {
+    for (kind, pool) in POOLS.into_iter().zip(n.pools) {
+        for (state, value) in [
+            ("used", pool.used),
+            ("cached", pool.cached),
+            ("quarantined", pool.quarantined),
+            ("draining", pool.draining),
+            ("total", pool.total),
+        ] {
+            let m = of(
+                worker,
+                "dsv4:pages",
+                Gauge,
+                value,
+                "Pages by pool and state; cached pages are used ones too",
+            );
+            all.push(labelled(labelled(m, "pool", &pool_name(kind)), "state", state));
+        }
+    }
 }
 
 /// What audits have looked at and found.

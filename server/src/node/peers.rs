@@ -1,8 +1,8 @@
 //! The prefill workers of a decode worker: those that were named at the start, and those that come
 //! and go.
 
+use super::assembly::{Assembly, Hear, by_socket, is_blocked, socket_address};
 use super::ways::{News, Step, Way, Ways};
-use super::{Assembly, Hear, by_socket, is_blocked, socket_address};
 use crate::config::{Backend, ConfigError, ServeArgs, is_local};
 use crate::worker::{Role, Shared};
 use anyhow::Context;
