@@ -363,9 +363,17 @@ fn store_that_holds_too_much_is_trimmed() {
     assert_eq!(gone, removed, "those used longest ago");
 }
 
-/// Tiers with an object in host memory and in the folder.
+/// Tiers with a folder and nothing in them.
+fn tiers_with_folder() -> Tiers {
+    let mut limits = small_limits();
+    let disk = StoreLimits { bytes_max: None, objects_max: 12, motions_max: 2, owned: true };
+    (limits.disk, limits.remote) = (Some(disk), None);
+    Tiers::new(limits)
+}
+
+/// The same with an object in host memory and in the folder.
 fn stored(key: ObjectKey) -> Tiers {
-    let mut tiers = Tiers::new(small_limits());
+    let mut tiers = tiers_with_folder();
     let (motion, _) = tiers.offer(0, key).expect("there is room");
     tiers.handle_done(1, motion, Outcome::Done).expect("under way");
     for (motion, what) in begun(&mut tiers) {
@@ -404,7 +412,7 @@ fn what_was_made_of_wrong_bytes_goes_from_every_tier() {
 #[test]
 fn what_is_being_written_is_removed_when_that_has_ended() {
     let key = key_of(1);
-    let mut tiers = Tiers::new(small_limits());
+    let mut tiers = tiers_with_folder();
     let (motion, _) = tiers.offer(0, key).expect("there is room");
     tiers.handle_done(1, motion, Outcome::Done).expect("under way");
     let writing = begun(&mut tiers);
