@@ -253,6 +253,23 @@ fn is_ours(plan: &Plan) -> bool {
         && levels.all(|level| level.url.is_none() && !is_injected(&level.flags))
 }
 
+/// Takes the servers along when a signal ends this process.
+fn end_with_signals(runtime: &tokio::runtime::Runtime) -> Result<()> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let _entered = runtime.enter();
+    for kind in [SignalKind::interrupt(), SignalKind::terminate()] {
+        let mut signals = signal(kind).context("listen for signals")?;
+        runtime.spawn(async move {
+            if signals.recv().await.is_some() {
+                ab::subject::end_all();
+                // As a shell says it of a process that the signal ended.
+                std::process::exit(128 + kind.as_raw_value());
+            }
+        });
+    }
+    Ok(())
+}
+
 /// A plan that is being run.
 struct Lab {
     plan: Plan,
@@ -277,6 +294,7 @@ impl Lab {
             .enable_all()
             .build()
             .context("start the client's threads")?;
+        end_with_signals(&runtime)?;
         let server = args.server.clone().unwrap_or_else(|| server.into());
         let out = args.out.clone();
         Ok(Self { plan, server, out, api_key, runtime })

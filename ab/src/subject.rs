@@ -6,6 +6,7 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Longest wait for a server to be ready.
@@ -34,11 +35,32 @@ pub enum SubjectError {
     Log(PathBuf, std::io::Error),
 }
 
+/// The processes that run, for [`end_all`].
+static RUNNING: Mutex<Vec<Arc<Mutex<Child>>>> = Mutex::new(Vec::new());
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Kills all servers, and waits for their end: for a signal, which drops nothing.
+pub fn end_all() {
+    for child in lock(&RUNNING).drain(..) {
+        end(&child);
+    }
+}
+
+fn end(child: &Mutex<Child>) {
+    let mut child = lock(child);
+    // It may have ended by itself.
+    let _ = child.kill();
+    let _ = child.wait();
+}
+
 /// One process, killed when dropped.
 #[derive(Debug)]
 struct Process {
     program: PathBuf,
-    child: Child,
+    child: Arc<Mutex<Child>>,
     lines: Receiver<String>,
     log: PathBuf,
     last: String,
@@ -65,6 +87,8 @@ impl Process {
                 let _ = send.send(line);
             }
         });
+        let child = Arc::new(Mutex::new(child));
+        lock(&RUNNING).push(Arc::clone(&child));
         Ok(Self { program: program.to_owned(), child, lines, log, last: String::new() })
     }
 
@@ -102,9 +126,8 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended by itself.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        lock(&RUNNING).retain(|child| !Arc::ptr_eq(child, &self.child));
+        end(&self.child);
     }
 }
 

@@ -216,3 +216,42 @@ async fn a_search_keeps_the_lines_that_it_decided_by() {
     assert!(seen.corrupted > 0, "what the bad cell was judged by");
     std::fs::remove_dir_all(&dir).expect("the test's own folder");
 }
+
+#[test]
+fn a_signal_ends_the_servers_too() {
+    use std::os::unix::fs::PermissionsExt as _;
+    use std::process::Command;
+    let dir = std::env::temp_dir().join(format!("ab-signal-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).expect("a folder");
+    let (plan, server, pid) = (dir.join("plan.toml.in"), dir.join("server"), dir.join("pid"));
+    let text = "seed = 1\n[workload]\nkind = \"agents\"\nsessions = 1\nturns = 1\n\
+        tokens_first = 400\ntokens_last = 600\nmodel = \"m\"\n[[factor]]\nname = \"a\"\n\
+        levels = [{ name = \"b\" }, { name = \"c\" }]\n";
+    std::fs::write(&plan, text).expect("a plan");
+    // A server that is never ready.
+    let script =
+        format!("#!/bin/sh\necho $$ > {}.new\nmv {0}.new {0}\nexec sleep 600\n", pid.display());
+    std::fs::write(&server, script).expect("a program");
+    let runnable = std::fs::Permissions::from_mode(0o755);
+    std::fs::set_permissions(&server, runnable).expect("a program");
+    let mut lab = Command::new(env!("CARGO_BIN_EXE_ab"));
+    lab.arg("run").arg(&plan).arg("--server").arg(&server).arg("--out").arg(dir.join("out"));
+    let mut lab = lab.spawn().expect("the lab runs");
+    let started = || std::fs::read_to_string(&pid).ok();
+    let server = loop {
+        if let Some(pid) = started() {
+            break pid.trim().to_owned();
+        }
+        assert!(
+            lab.try_wait().expect("its state").is_none(),
+            "the lab ended before it was told to"
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    let told = Command::new("kill").arg(lab.id().to_string()).status().expect("kill runs");
+    assert!(told.success());
+    assert_eq!(lab.wait().expect("it ends").code(), Some(128 + 15));
+    let is_there = std::path::Path::new("/proc").join(&server).exists();
+    assert!(!is_there, "the server {server} goes on");
+    std::fs::remove_dir_all(&dir).expect("the test's own folder");
+}

@@ -77,10 +77,11 @@ pub(crate) fn without_secrets(text: &str) -> String {
 impl fmt::Display for OtlpEndpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = self.0.clone();
-        // What is before an @ may be a secret.
-        if shown.password().is_some() {
-            // An address with a host can have one.
-            let _ = shown.set_password(Some("..."));
+        // What is before an @ may be a secret, the name too where it is a token.
+        if shown.password().is_some() || !shown.username().is_empty() {
+            // An address with a host can have them.
+            let _ = shown.set_password(None);
+            let _ = shown.set_username("...");
         }
         write!(f, "{shown}")
     }
@@ -287,7 +288,8 @@ mod tests {
         assert_eq!(shown("http://c:4318"), Ok("http://c:4318/v1/traces".to_owned()));
         assert_eq!(shown("http://c:4318/v1/traces"), Ok("http://c:4318/v1/traces".to_owned()));
         assert_eq!(shown("https://c/otlp"), Ok("https://c/otlp".to_owned()));
-        assert_eq!(shown("http://u:secret@c/x"), Ok("http://u:...@c/x".to_owned()));
+        assert_eq!(shown("http://u:secret@c/x"), Ok("http://...@c/x".to_owned()));
+        assert_eq!(shown("http://token@c/x"), Ok("http://...@c/x".to_owned()));
         for bad in ["", "c:4318", "grpc://c:4317", "http://", "http://c#x"] {
             assert_eq!(shown(bad), Err(OtlpError::Endpoint(bad.to_owned())));
         }

@@ -874,8 +874,15 @@ async fn fields_that_nobody_reads_are_told_or_refused() {
             }
             let answer = server.client.post(path, &request).await;
             assert_eq!(answer.status, 200, "{path}: {}", answer.text());
-            let told = request.get("max_token").map(|_| format!("max_token, {stray}"));
-            assert_eq!(answer.header("x-ignored-fields"), told.as_deref(), "{path}");
+            let mut told =
+                answer.header("x-ignored-fields").map(|names| names.split(", ").collect());
+            // In the order of the body, which is that of the client here.
+            told.iter_mut().for_each(|names: &mut Vec<&str>| names.sort_unstable());
+            let ignored = match *path {
+                "/detokenize" => vec!["max_token", "stream", stray],
+                _ => vec!["max_token", stray],
+            };
+            assert_eq!(told, request.get("max_token").map(|_| ignored), "{path}");
         }
     }
     // Told of a request that is refused for something else, and of a stream.
