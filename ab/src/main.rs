@@ -254,6 +254,7 @@ fn is_ours(plan: &Plan) -> bool {
 }
 
 /// Takes the servers along when a signal ends this process.
+#[expect(clippy::exit, reason = "the other threads wait for servers that have just been ended")]
 fn end_with_signals(runtime: &tokio::runtime::Runtime) -> Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let _entered = runtime.enter();
