@@ -29,9 +29,9 @@ pub struct Subject {
     pub answer: Duration,
 }
 
-/// A client that cannot be made.
+/// A client that cannot be made, or nobody who answers it.
 #[derive(Debug, thiserror::Error)]
-#[error("make an HTTP client: {0}")]
+#[error("{}", chain(.0))]
 pub struct ClientError(#[from] reqwest::Error);
 
 /// Runs conversations of a workload against a server, so many at once; each line goes to `lines` as

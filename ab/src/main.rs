@@ -70,7 +70,8 @@ enum Task {
     /// Follow the pages of a request through workers that keep that (--trace-pages): the digest of
     /// each page at every stop, and the first stop at which one differs.
     ///
-    /// Exit code 0 if none differs, 1 if one does or the workers know nothing of the request.
+    /// Exit code 0 if none differs, 1 if one does, 2 if that is not known: no worker knows the request, or one
+    /// could not be asked.
     Trace(TraceArgs),
     /// Say how many answers tell a rate from none.
     Power,
@@ -127,7 +128,7 @@ fn main() -> ExitCode {
         Task::Report { dir } if faulty::is_of_faults(&dir) => faulty::report_again(&dir),
         Task::Report { dir } => report_again(&dir),
         Task::Requests { plan } => requests(&plan),
-        Task::Trace(args) => trace(&args),
+        Task::Trace(args) => return trace_end(&args),
         Task::Power => {
             println!("{}", power_note());
             Ok(())
@@ -166,32 +167,61 @@ fn requests(path: &Path) -> Result<()> {
 }
 
 /// Asks workers for the pages of a request, and shows them.
-fn trace(args: &TraceArgs) -> Result<()> {
+/// A digest that differs is another end than a trace that cannot be had.
+fn trace_end(args: &TraceArgs) -> ExitCode {
+    match trace(args) {
+        Ok(false) => ExitCode::SUCCESS,
+        Ok(true) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Whether a digest differs.
+fn trace(args: &TraceArgs) -> Result<bool> {
     let api_key = ab::config::variable(&args.api_key_variable);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let mut answers = Vec::new();
+    let (mut answers, mut silent) = (Vec::new(), 0);
     for url in &args.url {
         let url = format!("{}/trace/{}", url.trim_end_matches('/'), args.request);
-        let (status, body) = runtime.block_on(drive::get(&url, api_key.as_deref()))?;
-        match status {
-            200 => answers.push(serde_json::from_str::<Answer>(&body).context(url)?),
+        match runtime.block_on(drive::get(&url, api_key.as_deref())) {
+            Ok((200, body)) => match serde_json::from_str::<Answer>(&body) {
+                Ok(answer) => answers.push(answer),
+                Err(error) => {
+                    silent += 1;
+                    eprintln!("{url} answers something else: {error}");
+                }
+            },
             // It may not have been there.
-            404 => eprintln!("{url}: {body}"),
-            _ => bail!("{url} answers {status}: {body}"),
+            Ok((404, body)) => eprintln!("{url}: {body}"),
+            Ok((status, body)) => {
+                silent += 1;
+                eprintln!("{url} answers {status}: {body}");
+            }
+            Err(error) => {
+                silent += 1;
+                eprintln!("{error}");
+            }
         }
     }
     if answers.is_empty() {
-        bail!("no worker knows anything of the pages of request {}", args.request);
+        bail!(
+            "no worker that was asked knows anything of the pages of request {}; a router has none: \
+             ask the workers, which keep them with --trace-pages",
+            args.request
+        );
     }
     let trace = Trace::join(&args.request, &answers);
     print!("{}", trace.text());
     if let Some(path) = &args.html {
         std::fs::write(path, trace.html()).with_context(|| format!("write {}", path.display()))?;
     }
-    if trace.differs() {
-        bail!("a page is not what it was before");
+    if silent > 0 && !trace.differs() {
+        bail!("{silent} of {} workers could not be asked", args.url.len());
     }
-    Ok(())
+    Ok(trace.differs())
 }
 
 /// Where a run keeps what it was.

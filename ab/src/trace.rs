@@ -163,7 +163,8 @@ impl Trace {
             }
         }
         let wrong = pages.values().filter(|steps| steps.iter().any(|step| step.differs)).count();
-        let said = said(first.as_ref(), wrong, pages.len());
+        let seen_again = pages.values().filter(|steps| steps.len() > 1).count();
+        let said = said(first.as_ref(), wrong, (seen_again, pages.len()));
         let lost = workers.iter().map(|worker| worker.events_lost).sum();
         Self { request_id: request_id.to_owned(), pages, said, lost }
     }
@@ -235,9 +236,18 @@ impl Step {
     }
 }
 
-fn said(first: Option<&(Place, Step, Step)>, wrong: usize, all: usize) -> String {
+/// `seen_again` of all pages were digested at two stops or more.
+fn said(
+    first: Option<&(Place, Step, Step)>,
+    wrong: usize,
+    (seen_again, all): (usize, usize),
+) -> String {
     let Some((place, before, after)) = first else {
-        return format!("each of {all} pages has the same digest at all of its stops");
+        let once = all - seen_again;
+        return format!(
+            "{seen_again} pages were seen at two stops or more, and each has the same digest at all \
+             of its stops; {once} were seen at one, where there is nothing to compare"
+        );
     };
     let from = after.from.as_ref().map(|from| format!(" ({from})")).unwrap_or_default();
     let refused = match after.is_right {
@@ -299,7 +309,8 @@ mod tests {
         let trace = Trace::join("r<1>", &[decode.clone(), prefill.clone()]);
         assert_eq!(trace, Trace::join("r<1>", &[prefill, decode]));
         assert!(!trace.differs());
-        assert_eq!(trace.said, "each of 1 pages has the same digest at all of its stops");
+        assert!(trace.said.starts_with("1 pages were seen at two stops or more"), "{}", trace.said);
+        assert!(trace.said.contains("; 0 were seen at one"), "{}", trace.said);
         let stops: Vec<String> = trace.pages.values().flatten().map(Step::name).collect();
         assert_eq!(stops, ["sealed@prefill", "offered@prefill", "arrived@decode", "ended@decode"]);
         assert!(trace.text().contains(
