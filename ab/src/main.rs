@@ -315,6 +315,7 @@ impl Lab {
         let mut plan = read_plan(&args.plan)?;
         plan.seed = args.seed.unwrap_or(plan.seed);
         plan.workload.sessions = args.sessions.unwrap_or(plan.workload.sessions);
+        plan.check().context("with the flags")?;
         std::fs::create_dir_all(&args.out)
             .with_context(|| format!("make {}", args.out.display()))?;
         let text = toml::to_string(&plan).context("write the plan down")?;

@@ -75,6 +75,13 @@ pub enum PlanError {
     },
 }
 
+/// Most conversations at a time.
+const AT_ONCE_MAX: u32 = 10_000;
+/// Most requests of a cell.
+const ASKED_MAX: u64 = 1_000_000;
+/// Longest prompts, tokens.
+const TOKENS_MAX: u32 = 4_000_000;
+
 impl Plan {
     /// Reads a plan in TOML and checks it.
     ///
@@ -87,20 +94,31 @@ impl Plan {
         Ok(plan)
     }
 
-    fn check(&self) -> Result<(), PlanError> {
+    /// Checks what a plan says; [`Plan::read`] has done it, unless something was changed since.
+    ///
+    /// # Errors
+    /// [`PlanError`].
+    pub fn check(&self) -> Result<(), PlanError> {
         self.factors.check()?;
         let range = |field, value: String, wanted, fits: bool| {
             if fits { Ok(()) } else { Err(PlanError::Range { field, value, wanted }) }
         };
         let work = &self.workload;
         let positive = "1 or more";
-        range("at_once", self.at_once.to_string(), positive, self.at_once > 0)?;
+        let at_once = (1..=AT_ONCE_MAX).contains(&self.at_once);
+        range("at_once", self.at_once.to_string(), "from 1 to 10000", at_once)?;
         range("answer_s", self.answer_s.to_string(), positive, self.answer_s > 0)?;
         range("workload.sessions", work.sessions.to_string(), positive, work.sessions > 0)?;
         range("workload.turns", work.turns.to_string(), positive, work.turns > 0)?;
+        // All answers of a cell are kept.
+        let asked = u64::from(work.sessions) * u64::from(work.turns);
+        let wanted = "at most 1000000";
+        range("workload.sessions times turns", asked.to_string(), wanted, asked <= ASKED_MAX)?;
         let grows = work.tokens_first <= work.tokens_last;
         let last = work.tokens_last.to_string();
-        range("workload.tokens_last", last, "tokens_first or more", grows)?;
+        range("workload.tokens_last", last.clone(), "tokens_first or more", grows)?;
+        let fits = work.tokens_last <= TOKENS_MAX;
+        range("workload.tokens_last", last, "at most 4000000", fits)?;
         let share = (0.0..=1.0).contains(&work.aborts);
         range("workload.aborts", work.aborts.to_string(), "from 0 to 1", share)?;
         let share = (0.0..=1.0).contains(&work.hang_ups);
@@ -193,7 +211,10 @@ mod tests {
     fn what_is_wrong_with_a_plan_is_named() {
         for (from, to, part) in [
             ("sessions = 60", "sessions = 0", "workload.sessions is 0"),
+            ("sessions = 60", "sessions = 4000000000", "sessions times turns is 12000000000"),
+            ("same_answers", "at_once = 4000000000\nsame_answers", "at_once is 4000000000"),
             ("tokens_last = 640", "tokens_last = 3", "workload.tokens_last is 3"),
+            ("tokens_last = 640", "tokens_last = 4000001", "at most 4000000"),
             ("\"mode=pd\", ", "\"mode=x\", ", "no level \"x\""),
             ("kind = \"agents\"", "kind = \"x\"", "unknown variant"),
             ("model = \"dsv4-mini\"", "model = \"m\"\nhang_ups = 2.0", "hang_ups is 2"),
