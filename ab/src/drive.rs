@@ -17,6 +17,8 @@ use tokio::time::timeout;
 const BODY_MAX: usize = 8 << 20;
 /// Longest wait for a connection.
 const CONNECT_MAX: Duration = Duration::from_secs(10);
+/// Longest time for what a server says of itself.
+const GET_MAX: Duration = Duration::from_secs(60);
 
 /// How a server is asked.
 #[derive(Clone, Debug)]
@@ -47,10 +49,7 @@ pub async fn run(
     at_once: u32,
     lines: UnboundedSender<Line>,
 ) -> Result<(), ClientError> {
-    // The one implementation of cryptography that is linked; that it was chosen before is as good.
-    let _ = rustls::crypto::ring::default_provider().install_default();
-    let client = Client::builder()
-        .connect_timeout(CONNECT_MAX)
+    let client = client()
         // Requests do not share the fate of a connection.
         .pool_max_idle_per_host(0)
         .build()?;
@@ -187,28 +186,19 @@ fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// What a server says of itself at `/metrics`.
-///
-/// # Errors
-/// Why it could not be read.
-pub async fn metrics(url: &str) -> Result<String, String> {
+/// A client of which every request is on its own.
+fn client() -> reqwest::ClientBuilder {
+    // The one implementation of cryptography that is linked; that it was chosen before is as good.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let client = Client::builder().connect_timeout(CONNECT_MAX).timeout(CONNECT_MAX).build();
-    let client = client.map_err(|error| chain(&error))?;
-    let response = client.get(format!("{url}/metrics")).send().await;
-    let response = response.and_then(Response::error_for_status).map_err(|error| chain(&error))?;
-    response.text().await.map_err(|error| chain(&error))
+    Client::builder().connect_timeout(CONNECT_MAX)
 }
 
 /// Status and text of a GET.
 ///
 /// # Errors
-/// [`ClientError`] if nobody answers.
+/// [`ClientError`] if nobody answers, within a minute.
 pub async fn get(url: &str, api_key: Option<&str>) -> Result<(u16, String), ClientError> {
-    // The one implementation of cryptography that is linked; that it was chosen before is as good.
-    let _ = rustls::crypto::ring::default_provider().install_default();
-    let client = Client::builder().connect_timeout(CONNECT_MAX).build()?;
-    let mut request = client.get(url);
+    let mut request = client().timeout(GET_MAX).build()?.get(url);
     if let Some(key) = api_key {
         request = request.bearer_auth(key);
     }

@@ -349,7 +349,6 @@ impl Injected {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::judge::{Answer, Ending, Truth, Verdict};
     use crate::matrix::{Factor, Level};
 
     fn factors() -> Matrix {
@@ -374,28 +373,7 @@ mod tests {
 
     /// Answers of which the first ones say something else.
     fn lines(count: u32, others: u32) -> Vec<Line> {
-        let one = |session: u32| {
-            let said = if session < others { "b" } else { "a" };
-            let answer = Answer {
-                content: said.to_owned(),
-                finish: vec!["stop".to_owned()],
-                ..Answer::default()
-            };
-            Line {
-                cell: "c".to_owned(),
-                session,
-                turn: 0,
-                request: session.to_string(),
-                truth: Truth::Says("a".to_owned()),
-                tools: Vec::new(),
-                max_tokens: None,
-                left: false,
-                ending: Ending::Answered(answer),
-                first_us: None,
-                took_us: 1,
-                verdict: if session < others { Verdict::Wrong } else { Verdict::Right },
-            }
-        };
+        let one = |session| Line::of(session, if session < others { "b" } else { "a" }, "a");
         (0..count).map(one).collect()
     }
 

@@ -154,8 +154,15 @@ impl Lab {
 
     fn metrics_of(&self, started: &Started) -> Result<Vec<String>> {
         let urls = started.servers.iter().flat_map(|servers| &servers.metrics);
-        let pages = urls.map(|url| self.runtime.block_on(drive::metrics(url)));
-        pages.collect::<Result<_, _>>().map_err(anyhow::Error::msg).context("read the metrics")
+        let key = self.api_key.as_deref();
+        let page = |url: &String| -> Result<String> {
+            let url = format!("{url}/metrics");
+            match self.runtime.block_on(drive::get(&url, key))? {
+                (200, text) => Ok(text),
+                (status, text) => bail!("{url} answers {status}: {text}"),
+            }
+        };
+        urls.map(page).collect::<Result<_>>().context("read the metrics")
     }
 }
 

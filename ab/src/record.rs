@@ -35,6 +35,32 @@ pub struct Line {
     pub verdict: Verdict,
 }
 
+#[cfg(test)]
+impl Line {
+    /// An answer to one question, for tests: `said`, where `truth` is right.
+    pub(crate) fn of(session: u32, said: &str, truth: &str) -> Self {
+        let answer = crate::judge::Answer {
+            content: said.to_owned(),
+            finish: vec!["stop".to_owned()],
+            ..crate::judge::Answer::default()
+        };
+        Self {
+            cell: "c".to_owned(),
+            session,
+            turn: 0,
+            request: session.to_string(),
+            truth: Truth::Says(truth.to_owned()),
+            tools: Vec::new(),
+            max_tokens: None,
+            left: false,
+            ending: Ending::Answered(answer),
+            first_us: Some(session.into()),
+            took_us: 10,
+            verdict: if said == truth { Verdict::Right } else { Verdict::Wrong },
+        }
+    }
+}
+
 /// What is said about an ask besides its ending.
 #[must_use]
 pub fn tools_of(body: &Value) -> Vec<String> {

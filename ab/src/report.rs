@@ -254,31 +254,15 @@ fn plot(title: &str, rows: &[(String, Rate)]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::judge::{Answer, Ending, Truth, Verdict};
+    use crate::judge::Ending;
 
     fn lines(bad: u32, all: u32) -> Vec<Line> {
         let line = |session: u32| {
-            let said = if session < bad { "b" } else { "a" };
-            let answer = Answer {
-                content: said.to_owned(),
-                finish: vec!["stop".to_owned()],
-                usage: Some((300, 1)),
-                ..Answer::default()
-            };
-            Line {
-                cell: "c".to_owned(),
-                session,
-                turn: session % 2,
-                request: session.to_string(),
-                truth: Truth::Says("a".to_owned()),
-                tools: Vec::new(),
-                max_tokens: None,
-                left: false,
-                ending: Ending::Answered(answer),
-                first_us: Some(5000),
-                took_us: 9000,
-                verdict: if session < bad { Verdict::Wrong } else { Verdict::Right },
+            let mut line = Line::of(session, if session < bad { "b" } else { "a" }, "a");
+            if let Ending::Answered(answer) = &mut line.ending {
+                answer.usage = Some((300, 1));
             }
+            Line { turn: session % 2, first_us: Some(5000), took_us: 9000, ..line }
         };
         (0..all).map(line).collect()
     }

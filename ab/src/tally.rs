@@ -143,45 +143,22 @@ impl Pairs {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::judge::{Answer, Ending, Truth};
-
-    fn line(session: u32, said: &str, truth: &str) -> Line {
-        let answer = Answer {
-            content: said.to_owned(),
-            finish: vec!["stop".to_owned()],
-            ..Answer::default()
-        };
-        let verdict = if said == truth { Verdict::Right } else { Verdict::Wrong };
-        Line {
-            cell: "c".to_owned(),
-            session,
-            turn: 0,
-            request: format!("{session}"),
-            truth: Truth::Says(truth.to_owned()),
-            tools: Vec::new(),
-            max_tokens: None,
-            left: false,
-            ending: Ending::Answered(answer),
-            first_us: Some(session.into()),
-            took_us: 10,
-            verdict,
-        }
-    }
+    use crate::judge::Ending;
 
     fn ended(session: u32, ending: Ending, verdict: Verdict) -> Line {
-        Line { ending, verdict, ..line(session, "", "") }
+        Line { ending, verdict, ..Line::of(session, "", "") }
     }
 
     #[test]
     fn refusals_losses_and_those_who_left_are_in_no_rate() {
         let refused = Ending::Refused { status: 503, body: String::new() };
         let lines = [
-            line(0, "a", "a"),
-            line(1, "b", "a"),
+            Line::of(0, "a", "a"),
+            Line::of(1, "b", "a"),
             ended(2, refused, Verdict::Refused),
             ended(3, Ending::Lost("gone".to_owned()), Verdict::Lost),
-            Line { left: true, ..line(4, "a", "a") },
-            Line { verdict: Verdict::Corrupted(vec![Sign::Loop]), ..line(5, "x", "a") },
+            Line { left: true, ..Line::of(4, "a", "a") },
+            Line { verdict: Verdict::Corrupted(vec![Sign::Loop]), ..Line::of(5, "x", "a") },
         ];
         let tally = Tally::new(&lines, None);
         assert_eq!((tally.requests, tally.left, tally.judged()), (5, 1, 3));
@@ -195,7 +172,8 @@ mod tests {
 
     #[test]
     fn another_answer_than_the_reference_is_corruption_where_that_is_asked_for() {
-        let (ours, reference) = ([line(0, "b", "a"), line(1, "a", "a")], [line(0, "c", "a")]);
+        let (ours, reference) =
+            ([Line::of(0, "b", "a"), Line::of(1, "a", "a")], [Line::of(0, "c", "a")]);
         assert_eq!(Tally::new(&ours, None).corrupted, 0);
         let tally = Tally::new(&ours, Some(&reference));
         assert_eq!((tally.corrupted, tally.right), (1, 1));
@@ -204,7 +182,7 @@ mod tests {
         assert_eq!(Tally::new(&ours, Some(&ours)).wrong, 1);
         // The same words with other probabilities are corruption where a distance is given.
         let said = |logprob: f64| {
-            let mut line = line(0, "a", "a");
+            let mut line = Line::of(0, "a", "a");
             if let Ending::Answered(answer) = &mut line.ending {
                 answer.logprobs = vec![logprob];
             }
@@ -215,18 +193,23 @@ mod tests {
         assert_eq!(Tally::compared(&said(-0.5), Some(&said(-0.1)), Some(0.5)).corrupted, 0);
         assert_eq!(Tally::compared(&said(-0.5), Some(&said(-0.1)), None).corrupted, 0);
         // Of another request nothing follows.
-        let other = [Line { request: "other".to_owned(), ..line(0, "c", "a") }];
+        let other = [Line { request: "other".to_owned(), ..Line::of(0, "c", "a") }];
         assert_eq!(Tally::new(&ours, Some(&other)).corrupted, 0);
     }
 
     #[test]
     fn pairs_are_of_the_same_request() {
-        let first = [line(0, "a", "a"), line(1, "b", "a"), line(2, "b", "a"), line(3, "b", "a")];
+        let first = [
+            Line::of(0, "a", "a"),
+            Line::of(1, "b", "a"),
+            Line::of(2, "b", "a"),
+            Line::of(3, "b", "a"),
+        ];
         let second = [
-            line(0, "b", "a"),
-            line(1, "a", "a"),
-            line(2, "c", "a"),
-            Line { request: "other".to_owned(), ..line(3, "a", "a") },
+            Line::of(0, "b", "a"),
+            Line::of(1, "a", "a"),
+            Line::of(2, "c", "a"),
+            Line { request: "other".to_owned(), ..Line::of(3, "a", "a") },
         ];
         let pairs = Pairs::new(&first, &second);
         assert_eq!(pairs, Pairs { alike: 1, only_first: 1, only_second: 1 });

@@ -99,6 +99,8 @@ pub struct Evidence {
     pub role: &'static str,
     /// When it came.
     pub began_at: SystemTime,
+    /// The same by the worker's clock.
+    pub began: Duration,
     /// Tokens of its prompt.
     pub prompt_tokens: u32,
     /// Its hand-offs, in order.
@@ -167,6 +169,7 @@ mod tests {
             request_id: name.to_owned(),
             role: "decode",
             began_at: SystemTime::UNIX_EPOCH,
+            began: Duration::ZERO,
             prompt_tokens: 5,
             attempts: Vec::new(),
             events: Vec::new(),

@@ -15,3 +15,9 @@ pub use config::{BadObjectUrl, ObjectUrl};
 pub(crate) fn choose_cryptography() {
     let _ = rustls::crypto::ring::default_provider().install_default();
 }
+
+/// An error with its causes, in one line.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}

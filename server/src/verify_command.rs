@@ -3,6 +3,7 @@
 
 use crate::config::VerifyArgs;
 use crate::glue::pools::POOLS;
+use crate::net::{chain, choose_cryptography};
 use reqwest::header::CONTENT_TYPE;
 use reqwest::{Client, Url};
 use serde_json::{Value, json};
@@ -71,7 +72,7 @@ pub fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<VerifyEnd, VerifyEr
     if !matches!(base.scheme(), "http" | "https") {
         return Err(wrong());
     }
-    let url = base.join("/verify").map_err(|_| wrong())?;
+    let url = endpoint(base).ok_or_else(wrong)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| VerifyError::Client(error.to_string()))?;
     let answer = runtime.block_on(ask(args, &url))?;
@@ -86,13 +87,22 @@ pub fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<VerifyEnd, VerifyEr
     Ok(if is_wrong { VerifyEnd::Wrong } else { VerifyEnd::Right })
 }
 
+/// Where a worker is asked: below its address, which may have a path where a proxy stands before it.
+fn endpoint(mut base: Url) -> Option<Url> {
+    if base.query().is_some() || base.fragment().is_some() {
+        return None;
+    }
+    let path = format!("{}/verify", base.path().trim_end_matches('/'));
+    base.set_path(&path);
+    Some(base)
+}
+
 fn missing(url: &Url, what: &'static str) -> VerifyError {
     VerifyError::NotAnAudit { url: url.clone(), what }
 }
 
 async fn ask(args: &VerifyArgs, url: &Url) -> Result<Value, VerifyError> {
-    // The one implementation of cryptography that is linked; that it was chosen before is as good.
-    let _ = rustls::crypto::ring::default_provider().install_default();
+    choose_cryptography();
     let client = Client::builder().connect_timeout(CONNECT_MAX).build();
     let client = client.map_err(|error| VerifyError::Client(error.to_string()))?;
     let wish = json!({"sample": args.sample, "windows": args.windows, "seed": args.seed});
@@ -115,12 +125,6 @@ async fn ask(args: &VerifyArgs, url: &Url) -> Result<Value, VerifyError> {
         message += " (a router is not audited: give the address of a worker)";
     }
     Err(VerifyError::Refused { url: url.clone(), status: status.as_u16(), message })
-}
-
-/// An error with its causes, in one line.
-fn chain(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
 
 /// What was looked at and what is wrong, worker by worker.
@@ -158,7 +162,18 @@ fn table(workers: &[Value], out: &mut dyn Write) -> io::Result<()> {
             writeln!(out, "  WRONG and {more} more")?;
         }
         if found.is_empty() {
-            writeln!(out, "  all that was looked at is right")?;
+            let looked = number(&worker["host"]["checked"])
+                + number(&windows["checked"])
+                + POOLS
+                    .map(|kind| number(&worker["pages"][kind.name()]["checked"]))
+                    .iter()
+                    .sum::<u64>();
+            let said = if looked == 0 {
+                "there was nothing to look at"
+            } else {
+                "all that was looked at is right"
+            };
+            writeln!(out, "  {said}")?;
         }
     }
     Ok(())
@@ -215,6 +230,23 @@ mod tests {
         assert!(
             sentence(&finding).starts_with("window layer 0 page 6 from row 12 (window:1@1) is")
         );
+    }
+
+    #[test]
+    fn workers_are_asked_below_their_address() {
+        let asked = |url: &str| endpoint(url.parse().expect(url)).map(String::from);
+        assert_eq!(asked("http://h:1"), Some("http://h:1/verify".to_owned()));
+        assert_eq!(asked("http://h:1/w/2/"), Some("http://h:1/w/2/verify".to_owned()));
+        assert_eq!(asked("http://h:1/?x=1"), None);
+        assert_eq!(asked("http://h:1/#x"), None);
+    }
+
+    #[test]
+    fn a_worker_without_pages_is_not_called_right() {
+        let mut out = Vec::new();
+        table(&[json!({"role": "decode", "pages": {}})], &mut out).expect("memory has room");
+        let text = String::from_utf8(out).expect("text");
+        assert!(text.contains("there was nothing to look at") && !text.contains("right"), "{text}");
     }
 
     #[test]

@@ -138,6 +138,11 @@ impl Fields {
         }
     }
 
+    /// An integer from 0 up, of 64 bits.
+    pub(super) fn whole(&self, name: &str) -> Result<Option<u64>, ApiError> {
+        self.typed(name, "an integer from 0 up", Value::as_u64)
+    }
+
     fn typed<'a, T>(
         &'a self,
         name: &str,

@@ -50,10 +50,10 @@ const SAME: [&str; 15] = [
 ];
 
 /// Fields of the request that Completions read as well.
-const SHARED: [&str; 5] = ["model", "stream", "priority", "cache_salt", "cache_control"];
+pub(super) const SHARED: [&str; 5] = ["model", "stream", "priority", "cache_salt", "cache_control"];
 
 /// Fields that would change the answer and are not understood.
-const NOT_READ: [&str; 6] = [
+pub(super) const NOT_READ: [&str; 6] = [
     "input_embeds",
     "image_data",
     "audio_data",

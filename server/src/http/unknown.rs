@@ -7,7 +7,7 @@
 
 use super::error::ApiError;
 use super::fields::Fields;
-use super::{AppState, RequestId};
+use super::{AppState, RequestId, native};
 use crate::config::layers::edits;
 use axum::http::{HeaderName, HeaderValue};
 use std::collections::BTreeSet;
@@ -157,26 +157,19 @@ pub(super) const RESPONSES: Names = &[
 ];
 
 /// `/generate`; what is in `sampling_params` is checked there.
-pub(super) const GENERATE: Names = &[&[
-    "model",
-    "stream",
-    "priority",
-    "cache_salt",
-    "cache_control",
-    "text",
-    "input_ids",
-    "sampling_params",
-    "rid",
-    "return_logprob",
-    "top_logprobs_num",
-    "logprob_start_len",
-    "input_embeds",
-    "image_data",
-    "audio_data",
-    "lora_path",
-    "custom_logit_processor",
-    "return_hidden_states",
-]];
+pub(super) const GENERATE: Names = &[
+    &native::SHARED,
+    &native::NOT_READ,
+    &[
+        "text",
+        "input_ids",
+        "sampling_params",
+        "rid",
+        "return_logprob",
+        "top_logprobs_num",
+        "logprob_start_len",
+    ],
+];
 
 /// Names that were logged already.
 #[derive(Debug, Default)]

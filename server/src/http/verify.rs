@@ -29,7 +29,7 @@ fn read(body: &[u8]) -> Result<Wish, ApiError> {
     Ok(Wish {
         sample: fields.share("sample")?.unwrap_or(1.0).into(),
         windows: fields.count("windows", 0, WINDOWS_MAX)?.unwrap_or(WINDOWS),
-        seed: fields.at_least("seed", 0)?.unwrap_or_default().into(),
+        seed: fields.whole("seed")?.unwrap_or_default(),
     })
 }
 
@@ -106,6 +106,8 @@ mod tests {
         assert_eq!(read(b"{}").ok(), Some(all));
         let some = Wish { sample: 0.25, windows: 0, seed: 9 };
         assert_eq!(read(br#"{"sample": 0.25, "windows": 0, "seed": 9}"#).ok(), Some(some));
+        let last = format!("{{\"seed\": {}}}", u64::MAX);
+        assert_eq!(read(last.as_bytes()).ok(), Some(Wish { seed: u64::MAX, ..all }));
         for (body, names) in [
             (r#"{"sample": 0}"#, "sample is 0"),
             (r#"{"sample": 1.5}"#, "sample is 1.5"),

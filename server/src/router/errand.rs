@@ -2,12 +2,13 @@
 //! of an answer.
 
 use super::choice::{Policy, Prompt, Tenant};
-use super::proxy::{chain, sign, strip};
+use super::proxy::{sign, strip};
 use super::trip::Trip;
 use super::workers::{UnderWay, Worker};
 use super::{RouterState, none_ready};
 use crate::http::error::{ApiError, ErrorStyle, is_busy};
 use crate::http::{RequestId, is_probe};
+use crate::net::chain;
 use axum::body::Body;
 use axum::http::request::Parts;
 use axum::http::uri::PathAndQuery;

@@ -6,6 +6,7 @@ use super::workers::{Facts, Worker, WorkerHealth};
 use crate::http::access::X_API_KEY;
 use crate::http::error::ApiError;
 use crate::http::{HEADER_TIMEOUT, RequestId, collect_body};
+use crate::net::chain;
 use axum::body::Body;
 use axum::extract::{Extension, State};
 use axum::http::uri::PathAndQuery;
@@ -188,17 +189,6 @@ pub(super) fn strip(headers: &mut HeaderMap) {
     for name in HOP_BY_HOP.iter().chain(&named) {
         headers.remove(name);
     }
-}
-
-/// An error with its causes.
-pub(super) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
 
 #[cfg(test)]

@@ -99,14 +99,30 @@ impl Audit {
     fn wrong(&mut self, finding: Finding) {
         self.report.find(finding);
     }
+
+    /// Leaves what was not looked at yet, and says how much that is.
+    fn leave_rest(&mut self) {
+        let seconds = PATIENCE.as_secs();
+        let rest = [("pages", self.pages.len()), ("objects in host memory", self.objects.len())];
+        for (what, count) in rest.into_iter().filter(|(_, count)| *count > 0) {
+            self.report.skipped.push(format!("{count} {what}: not within {seconds} s"));
+        }
+        self.pages.clear();
+        self.objects.clear();
+    }
 }
 
 impl Worker {
-    /// Begins an audit; its answer comes when it has ended. One that comes while another is under way
+    /// Begins an audit; its answer comes when it has ended. One that comes while another is waited for
     /// is not answered.
     pub(super) fn begin_audit(&mut self, wish: Wish, done: oneshot::Sender<WorkerAudit>) {
-        if self.auditor.audit.is_some() {
-            return;
+        if let Some(mut before) = self.auditor.audit.take() {
+            if !before.done.is_closed() {
+                self.auditor.audit = Some(before);
+                return;
+            }
+            // Who asked for it has gone.
+            self.stop_windows(&mut before);
         }
         self.numbers.audits.audits += 1;
         let role = self.config.role.name();
@@ -197,8 +213,7 @@ impl Worker {
         let Some(mut audit) = self.auditor.audit.take() else { return };
         let is_late = self.clock.elapsed() > audit.began + PATIENCE;
         if audit.done.is_closed() || is_late {
-            audit.pages.clear();
-            audit.objects.clear();
+            audit.leave_rest();
             self.stop_windows(&mut audit);
         }
         let mut left = TURN_BYTES;

@@ -48,6 +48,7 @@ impl Worker {
             request_id: seq.journey.request_id().to_owned(),
             role: self.config.role.name(),
             began_at: wall_time(),
+            began: witness.clock.elapsed(),
             prompt_tokens: u32::try_from(seq.prompt_len).unwrap_or(u32::MAX),
             attempts: Vec::new(),
             events: Vec::new(),
@@ -97,8 +98,9 @@ impl Worker {
         (is_right, attempt): (Option<bool>, Option<u32>),
     ) {
         let Some(witness) = &mut self.witness else { return };
-        let at = witness.clock.elapsed();
+        let now = witness.clock.elapsed();
         let Some(evidence) = witness.book.of(&id) else { return };
+        let at = now.saturating_sub(evidence.began);
         // What is fetched later is fetched for others.
         if evidence.has_ended && matches!(stop, Stop::Read | Stop::Loaded) {
             return;

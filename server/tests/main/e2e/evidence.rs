@@ -14,6 +14,7 @@ use kv_pool::{CacheKind, Geometry, IndexKeyType, Numerics};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::time::Instant;
 
 /// Device memory for one long prompt or two.
 const SMALL: &str = "--trace-pages 2 --hicache-size 0.2 --context-length 1536 \
@@ -49,10 +50,17 @@ async fn ask(url: &str, id: &str, ids: &[u32], tokens: u32) {
 #[tokio::test]
 async fn pages_keep_their_digests_from_prefill_to_the_end_of_decode() {
     let pair = Pair::start("tcp", "--trace-pages 4");
-    let ids = prompt(700);
+    let (ids, begun) = (prompt(700), Instant::now());
     ask(&pair.decode.url, "first", &ids, 80).await;
     let (prefill, decode) =
         (traced(&pair.prefill.url, "first").await, traced(&pair.decode.url, "first").await);
+    let most = begun.elapsed().as_micros();
+    for event in
+        prefill["events"].as_array().into_iter().chain(decode["events"].as_array()).flatten()
+    {
+        let since = event["at_us"].as_u64().expect("a number");
+        assert!(u128::from(since) <= most, "since the request came: {event}");
+    }
     assert_eq!((&prefill["role"], &decode["role"]), (&"prefill".into(), &"decode".into()));
     let (sealed, offered) = (at(&prefill, "sealed"), at(&prefill, "offered"));
     let arrived = at(&decode, "arrived");

@@ -13,6 +13,8 @@ use kv_pool::{CacheKind, Geometry, PageRef, PoolKind};
 use serde_json::{Value, json};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::time::timeout;
 
 const ALL: Wish = Wish { sample: 1.0, windows: 8, seed: 0 };
 
@@ -89,7 +91,7 @@ async fn audits_that_cannot_be_done_say_why() {
         ("ftp://127.0.0.1:1", &[], "is no address"),
         ("http://127.0.0.1:1", &[], "ask http://127.0.0.1:1/verify: "),
         (&worker.url, &[], "answers 401"),
-        (&worker.url, &["--api-key", "secret", "--sample", "2"], "sample is 2"),
+        (&worker.url, &["--api-key", "secret", "--sample", "2"], "above 0 and at most 1"),
         (&router.url, &[], "a router is not audited"),
     ] {
         let (code, out, err) = verify(url, flags);
@@ -101,6 +103,28 @@ async fn audits_that_cannot_be_done_say_why() {
     // The endpoint wants a key like the other operations.
     let refused = post(&format!("{}/verify", worker.url), &json!({})).await.expect("an answer");
     assert_eq!(refused.status, 401);
+}
+
+#[tokio::test]
+async fn an_audit_that_nobody_waits_for_is_not_in_the_way_of_the_next() {
+    let alone = Server::worker("null", "");
+    for number in 0..4 {
+        ask(&alone.url, &talk(number, 1500)).await;
+    }
+    let (url, wish) = (format!("{}/verify", alone.url), json!({"windows": 64}));
+    for round in 0..5 {
+        // Windows take longer than that.
+        let given_up = timeout(Duration::from_millis(20), post(&url, &wish)).await;
+        assert!(given_up.is_err(), "round {round} was done at once");
+        // Its connection is seen to be closed a moment later.
+        eventually("the next audit begins and ends", async || {
+            let answer = post(&url, &json!({"windows": 0})).await.expect("an answer");
+            let text = answer.text();
+            assert!(answer.status == 200 || text.contains("one at a time"), "{text}");
+            (answer.status == 200).then_some(())
+        })
+        .await;
+    }
 }
 
 type Pages = Arc<Mutex<Vec<(Arc<Geometry>, u32, [Mem; 3])>>>;
