@@ -48,6 +48,8 @@ mod payload;
 mod props;
 #[path = "main/recipe.rs"]
 mod recipe;
+#[path = "main/refusals.rs"]
+mod refusals;
 #[path = "main/responses.rs"]
 mod responses;
 #[path = "main/router.rs"]
