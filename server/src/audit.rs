@@ -40,11 +40,13 @@ pub enum How {
     Recompute,
     /// An object in host memory does not match its tags.
     Host,
+    /// A sealed page had another digest when it was to be saved to host memory; no audit was needed.
+    Save,
 }
 
 impl How {
     /// All, in the order in which they are counted.
-    pub const ALL: [Self; 3] = [Self::Digest, Self::Recompute, Self::Host];
+    pub const ALL: [Self; 4] = [Self::Digest, Self::Recompute, Self::Host, Self::Save];
 
     /// Name in answers, logs and metrics.
     #[must_use]
@@ -53,6 +55,7 @@ impl How {
             Self::Digest => "digest",
             Self::Recompute => "recompute",
             Self::Host => "host",
+            Self::Save => "save",
         }
     }
 }

@@ -10,6 +10,7 @@ pub mod events;
 mod evidence;
 pub mod faults;
 pub mod heartbeat;
+mod known;
 pub mod order;
 mod pages;
 mod pair;

@@ -83,13 +83,20 @@ impl Blocks {
     /// Makes the object of a block.
     pub(crate) fn save(&self, number: usize, target: &mut [u8]) -> Outcome<()> {
         let (page, key) = self.blocks[number];
-        Ok(self.memory.save(&ObjectPages::Block(page), key, number as u32 + 1, target)?)
+        Ok(self.memory.save(
+            &ObjectPages::Block(page),
+            key,
+            number as u32 + 1,
+            &Vec::new(),
+            target,
+        )?)
     }
 
     /// Brings the object of a block to its page, checked.
     pub(crate) fn load(&self, number: usize, source: &[u8]) -> Outcome<()> {
         let (page, key) = self.blocks[number];
-        Ok(self.memory.load(source, key, number as u32 + 1, &ObjectPages::Block(page))?)
+        self.memory.load(source, key, number as u32 + 1, &ObjectPages::Block(page))?;
+        Ok(())
     }
 }
 

@@ -25,8 +25,8 @@ pub struct TagBinding {
     fingerprint: Fingerprint,
     chains: Vec<ChainHash>,
     landed: Arc<AtomicU32>,
-    /// What has landed, for somebody who wants to know.
-    arrived: Option<Arc<Mutex<Vec<Arrival>>>>,
+    /// What has landed: its digests were made on the way, and are not made again.
+    arrived: Arc<Mutex<Vec<Arrival>>>,
 }
 
 /// A landed page: its place, its digest, and whether it is the one that was meant.
@@ -37,22 +37,13 @@ impl TagBinding {
     #[must_use]
     pub fn new(fingerprint: Fingerprint, tokens: &[u32]) -> Self {
         let chains = Namespace::new(fingerprint, b"").chain(tokens);
-        Self { fingerprint, chains, landed: Arc::default(), arrived: None }
-    }
-
-    /// The same, keeping what lands for [`Self::take_arrived`].
-    #[must_use]
-    pub fn witnessed(self) -> Self {
-        Self { arrived: Some(Arc::default()), ..self }
+        Self { fingerprint, chains, landed: Arc::default(), arrived: Arc::default() }
     }
 
     /// What has landed since the last call.
     #[must_use]
     pub fn take_arrived(&self) -> Vec<Arrival> {
-        let arrived = self.arrived.as_ref();
-        let taken = arrived
-            .map(|kept| std::mem::take(&mut *kept.lock().unwrap_or_else(PoisonError::into_inner)));
-        taken.unwrap_or_default()
+        std::mem::take(&mut *self.arrived.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Pages that have landed and are what they are meant to be; one that is read again counts again.
@@ -234,10 +225,9 @@ impl Verifier for PageVerifier {
         let Some(input) = context.input(&entry) else { return false };
         let is_right = page.region == region_of(entry.pool)
             && tag(&PageDigest(digest), &input).0 == page.tag.0;
-        if let Some(arrived) = &context.arrived {
-            let mut arrived = arrived.lock().unwrap_or_else(PoisonError::into_inner);
-            arrived.push((entry, PageDigest(digest), is_right));
-        }
+        let mut arrived = context.arrived.lock().unwrap_or_else(PoisonError::into_inner);
+        arrived.push((entry, PageDigest(digest), is_right));
+        drop(arrived);
         // To be looked at; nothing follows from it.
         context.landed.fetch_add(u32::from(is_right), Ordering::Relaxed);
         is_right

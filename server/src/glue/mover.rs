@@ -4,7 +4,7 @@
 //! back with the report; a buffer that is read is shared for as long as jobs read it, and is never
 //! written then. So the compiler sees to it that no two motions meet in a slot.
 
-use super::objects::{ObjectMemory, ObjectPages};
+use super::objects::{ObjectError, ObjectMemory, ObjectPages, Sealed};
 use crossbeam_channel::{Receiver, Sender, bounded, select_biased};
 use hicache::ObjectKey;
 use hicache::store::{BlobStore, StoreError};
@@ -134,6 +134,8 @@ pub enum Job {
         blocks: u32,
         /// Where from.
         pages: ObjectPages,
+        /// What these were when they were sealed.
+        sealed: Sealed,
         /// Where to.
         buffer: Buffer,
     },
@@ -185,6 +187,10 @@ pub struct Report {
     pub filled: Option<Buffer>,
     /// The buffer that was read; letting it go says that nobody reads it any more.
     pub read: Option<Arc<Buffer>>,
+    /// Digests of the device pages that were filled.
+    pub sealed: Sealed,
+    /// The device page that was to be saved and has changed since it was sealed.
+    pub changed: Option<ObjectError>,
     /// How long it took, microseconds.
     pub took_us: u64,
 }
@@ -302,16 +308,21 @@ fn serve(
 
 fn run(motion: MotionId, job: Job, store: Option<&dyn BlobStore>, memory: &ObjectMemory) -> Report {
     let clock = crate::clock::Clock::start();
+    let (mut made, mut changed) = (Sealed::new(), None);
     let (outcome, filled, read) = match job {
-        Job::Save { key, blocks, pages, mut buffer } => {
-            let result = memory.save(&pages, key, blocks, buffer.as_mut_slice());
-            let outcome = result.map_or_else(
-                |error| {
+        Job::Save { key, blocks, pages, sealed, mut buffer } => {
+            let outcome = match memory.save(&pages, key, blocks, &sealed, buffer.as_mut_slice()) {
+                Ok(()) => Outcome::Done,
+                // The worker, whose page it is, tells of it.
+                Err(error @ ObjectError::Changed { .. }) => {
+                    changed = Some(error);
+                    Outcome::Failed
+                }
+                Err(error) => {
                     tracing::error!(%key, %error, "an object could not be saved to host memory");
                     Outcome::Failed
-                },
-                |()| Outcome::Done,
-            );
+                }
+            };
             (outcome, Some(buffer), None)
         }
         Job::Load { key, blocks, pages, buffer } => {
@@ -325,7 +336,10 @@ fn run(motion: MotionId, job: Job, store: Option<&dyn BlobStore>, memory: &Objec
                     );
                     Outcome::Mismatch
                 },
-                |()| Outcome::Done,
+                |sealed| {
+                    made = sealed;
+                    Outcome::Done
+                },
             );
             (outcome, None, Some(buffer))
         }
@@ -351,7 +365,7 @@ fn run(motion: MotionId, job: Job, store: Option<&dyn BlobStore>, memory: &Objec
         }
     };
     let took_us = clock.elapsed().as_micros().try_into().unwrap_or(u64::MAX);
-    Report { motion, outcome, filled, read, took_us }
+    Report { motion, outcome, filled, read, sealed: made, changed, took_us }
 }
 
 fn read(store: &dyn BlobStore, key: ObjectKey, into: &mut [u8], memory: &ObjectMemory) -> Outcome {

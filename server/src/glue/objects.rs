@@ -56,6 +56,10 @@ impl ObjectPages {
     }
 }
 
+/// Pages with their digests, one for each section of the page's pool over all rows, in that order: as
+/// [`Pools::sealed_digests`] has them.
+pub type Sealed = Vec<(PageRef, Vec<PageDigest>)>;
+
 /// An object that is not what was wanted.
 #[derive(Debug, thiserror::Error)]
 pub enum ObjectError {
@@ -82,6 +86,20 @@ pub enum ObjectError {
         /// Page number.
         page_no: u32,
     },
+    /// A page to be saved is no longer what it was when it was sealed.
+    #[error("{kind} of layer {layer} in {page} is {found}, and was {sealed} when it was sealed")]
+    Changed {
+        /// Cache.
+        kind: CacheKind,
+        /// Layer number.
+        layer: u16,
+        /// The page.
+        page: PageRef,
+        /// Its digest.
+        found: PageDigest,
+        /// That of then.
+        sealed: PageDigest,
+    },
     /// Memory outside of the pool.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -101,6 +119,9 @@ pub struct ObjectMemory {
 /// A section and where its device page lies.
 struct Piece<'a> {
     section: Section,
+    /// Its page, and its place among the sections of that page's pool.
+    page: PageRef,
+    number: usize,
     mem: &'a Mem,
     offset: u64,
 }
@@ -203,21 +224,24 @@ impl ObjectMemory {
                 };
                 let count = self.counts.of(pool);
                 let offset = self.geometry.page_offset(pool, number, count, page.index);
-                Piece { section, mem, offset }
+                Piece { section, page, number, mem, offset }
             })
             .collect()
     }
 
     /// Makes an object of sealed pages that nobody writes meanwhile: those of the last of `blocks`
-    /// blocks, or of the boundary behind them. `target` has the object's length.
+    /// blocks, or of the boundary behind them. `target` has the object's length. What has another
+    /// digest than in `sealed` is no longer what was computed, and becomes no object; of pages that
+    /// are not there nothing is known.
     ///
     /// # Errors
-    /// [`ObjectError`] if pages and object do not fit each other.
+    /// [`ObjectError`] if pages and object do not fit each other, or a page has changed.
     pub fn save(
         &self,
         pages: &ObjectPages,
         key: ObjectKey,
         blocks: u32,
+        sealed: &Sealed,
         target: &mut [u8],
     ) -> Result<(), ObjectError> {
         let pieces = self.pieces(pages, blocks);
@@ -235,13 +259,20 @@ impl ObjectMemory {
         let mut hash = page_hash();
         for (number, (piece, place)) in pieces.iter().zip(places).enumerate() {
             let digest = copy_out(&mut *hash, piece.mem, piece.offset, &mut target[place])?;
+            let known = sealed.iter().find(|(page, _)| *page == piece.page);
+            let known = known.and_then(|(_, digests)| digests.get(piece.number));
+            if let Some(sealed) = known.filter(|sealed| **sealed != digest) {
+                let Section { kind, layer, .. } = piece.section;
+                let (page, sealed) = (piece.page, *sealed);
+                return Err(ObjectError::Changed { kind, layer, page, found: digest, sealed });
+            }
             header.sections[number].tag = header.tag_of(&piece.section, &digest);
         }
         Ok(header.encode_into(target)?)
     }
 
     /// Copies an object into pages that belong to the caller alone, and checks every byte on the
-    /// way. After an error the pages hold anything.
+    /// way; the digests of what the pages hold then. After an error they hold anything.
     ///
     /// # Errors
     /// [`ObjectError`] that says what is wrong, and where.
@@ -251,7 +282,7 @@ impl ObjectMemory {
         key: ObjectKey,
         blocks: u32,
         pages: &ObjectPages,
-    ) -> Result<(), ObjectError> {
+    ) -> Result<Sealed, ObjectError> {
         #[cfg(feature = "faults")]
         let source = &*crate::faults::tiers::source(key, source);
         let header = self.check(source, key)?;
@@ -260,13 +291,18 @@ impl ObjectMemory {
         let mut hash = page_hash();
         // Sections are small: without a hint each would begin with a wait for memory.
         let mut starts = header.places().skip(1).map(|(_, place)| source[place].as_ptr());
+        let mut sealed = Sealed::new();
         for ((section, place), piece) in header.places().zip(&pieces) {
             hash.expect_next(starts.next().unwrap_or(std::ptr::null()));
             let page = (piece.mem, piece.offset);
             let digest = restore(&mut *hash, section.kind, &source[place], page)?;
             check_tag(&header, section, &digest)?;
+            match sealed.last_mut() {
+                Some((page, digests)) if *page == piece.page => digests.push(digest),
+                _ => sealed.push((piece.page, vec![digest])),
+            }
         }
-        Ok(())
+        Ok(sealed)
     }
 
     /// The header of an object that says that it is what is wanted, whole.

@@ -172,7 +172,8 @@ fn audit_metrics(worker: &WorkerHandle, n: &Snapshot, all: &mut Vec<Metric>) {
     let (name, help) = ("dsv4:audit_checked_total", "Pages and objects that audits looked at");
     all.push(of(worker, name, Counter, n.audits.checked, help));
     for (how, wrong) in How::ALL.into_iter().zip(n.audits.wrong) {
-        let help = "Pages of a cache and layer that audits found wrong, by how they were found";
+        let help =
+            "Pages of a cache and layer that were found wrong in memory, by how they were found";
         let metric = of(worker, "dsv4:audit_mismatches_total", Counter, wrong, help);
         all.push(labelled(metric, "found_by", how.name()));
     }

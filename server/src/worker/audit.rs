@@ -35,7 +35,7 @@ pub struct AuditNumbers {
     /// Pages and objects that were digested again or compared.
     pub checked: u64,
     /// What was wrong, in the order of [`How::ALL`].
-    pub wrong: [u64; 3],
+    pub wrong: [u64; How::ALL.len()],
 }
 
 /// The tokens of a request that has ended.
@@ -281,8 +281,32 @@ impl Worker {
         bytes
     }
 
-    /// Counts and tells of something wrong.
+    /// A page has changed since it was sealed, which was seen when it was to be saved.
+    pub(super) fn save_was_wrong(&mut self, error: &ObjectError) {
+        let ObjectError::Changed { kind, layer, page, found, sealed } = *error else { return };
+        let (held_by, page_no) = self.holders(page);
+        self.tell_wrong(&Finding {
+            how: How::Save,
+            kind: kind.name().to_owned(),
+            layer: Some(layer),
+            page: Some(page.to_string()),
+            page_no,
+            row: None,
+            expected: sealed.to_string(),
+            found: found.to_string(),
+            held_by,
+        });
+        self.condemn(page);
+    }
+
+    /// Counts and tells of something wrong in an audit.
     fn found_wrong(&mut self, audit: &mut Audit, finding: Finding) {
+        self.tell_wrong(&finding);
+        audit.wrong(finding);
+    }
+
+    /// Counts and tells of something wrong.
+    fn tell_wrong(&mut self, finding: &Finding) {
         self.numbers.audits.wrong[finding.how as usize] += 1;
         tracing::error!(
             found_by = finding.how.name(),
@@ -292,10 +316,9 @@ impl Worker {
             page_no = finding.page_no,
             row = finding.row,
             held_by = finding.held_by.join(", "),
-            "an audit found bytes that are not what was computed; they are given up with all that \
-             may rest on them; test this machine's memory"
+            "bytes in memory are not what was computed; they are given up with all that may rest on \
+             them; test this machine's memory"
         );
-        audit.wrong(finding);
     }
 
     /// Verifies an object in host memory; how many bytes that were.

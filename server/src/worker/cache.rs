@@ -18,7 +18,7 @@ use hicache::tiers::{
     Tiers, WritePolicy, objects_of,
 };
 use hicache::{Boundary, Change, ObjectKey};
-use kv_pool::{BLOCK_TOKENS, ChainHash, Owner, PageRef, PageState, PoolKind, Proof};
+use kv_pool::{BLOCK_TOKENS, ChainHash, Owner, PageDigest, PageRef, PageState, PoolKind, Proof};
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
@@ -89,6 +89,8 @@ struct Loading {
     boundary: Option<Boundary>,
     /// Pages that are being filled: for each object its depth in blocks and its pages.
     targets: BTreeMap<ObjectKey, (u32, ObjectPages)>,
+    /// Digests of pages that are filled.
+    sealed: BTreeMap<PageRef, Vec<PageDigest>>,
     in_motion: usize,
     end: Option<LoadEnd>,
     /// Tokens from each tier.
@@ -291,7 +293,9 @@ impl Worker {
             let buffer = cache.host.take(slot);
             let what = Move::Save { key, slot };
             cache.busy.insert(motion, Busy { what, pages: Some(pages) });
-            cache.mover.begin(motion, None, Job::Save { key, blocks, pages, buffer });
+            let known = |page| Some((page, self.pools.sealed_digests(page)?.to_vec()));
+            let sealed = pages.iter().filter_map(known).collect();
+            cache.mover.begin(motion, None, Job::Save { key, blocks, pages, sealed, buffer });
             saving += 1;
         }
         self.act_cache();
@@ -300,7 +304,7 @@ impl Worker {
     /// A motion has ended.
     pub(super) fn moved(&mut self, report: Report) {
         let Some(cache) = &mut self.cache else { return };
-        let Report { motion, outcome, filled, read, took_us } = report;
+        let Report { motion, outcome, filled, read, sealed, changed, took_us } = report;
         drop(read);
         let Some(Busy { what, pages }) = cache.busy.remove(&motion) else { return };
         let good = outcome == Outcome::Done;
@@ -322,6 +326,7 @@ impl Worker {
             && let Some(loading) = cache.loading.get_mut(&fetch)
         {
             loading.in_motion -= 1;
+            loading.sealed.extend(sealed);
         }
         let now = cache.now_us();
         if let Err(error) = cache.tiers.handle_done(now, motion, outcome) {
@@ -335,6 +340,9 @@ impl Worker {
             if let Err(error) = self.pools.remove_owner(page, owner, Some(proof)) {
                 panic!("let go of a page that was copied: {error}");
             }
+        }
+        if let Some(error) = changed {
+            self.save_was_wrong(&error);
         }
         self.act_cache();
         match what {
@@ -554,6 +562,7 @@ impl Worker {
             blocks: Vec::with_capacity(missing.depth),
             boundary: None,
             targets: BTreeMap::new(),
+            sealed: BTreeMap::new(),
             in_motion: 0,
             end: None,
             tokens: [0; 3],
@@ -683,7 +692,11 @@ impl Worker {
             return Ok(());
         }
         for page in loading.targets.values().flat_map(|(_, pages)| pages.iter()) {
-            self.pools.seal(page)?;
+            match loading.sealed.get(&page) {
+                // They were made, and compared with the tags, on the way.
+                Some(digests) => self.pools.seal_as(page, digests.clone())?,
+                None => self.pools.seal(page)?,
+            }
         }
         let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };
         for (total, tokens) in seq.from_tiers.iter_mut().zip(loading.tokens) {

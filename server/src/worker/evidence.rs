@@ -5,7 +5,7 @@ use super::sequence::{Origin, Sequence};
 use super::{PeerKey, Worker};
 use crate::clock::{Clock, wall_time};
 use crate::evidence::{Attempt, Book, Event, Evidence, Part, Stop};
-use crate::glue::handoff::{TagBinding, digest_of_entry};
+use crate::glue::handoff::{Arrival, TagBinding, digest_of_entry};
 use crate::glue::objects::{ObjectMemory, ObjectPages};
 use crate::scheduler::SeqId;
 use hicache::ObjectKey;
@@ -163,14 +163,19 @@ impl Worker {
     }
 
     /// What has landed of a sequence's pages, since the last call.
-    pub(super) fn witness_arrived(&mut self, id: SeqId) {
+    pub(super) fn arrived(&mut self, id: SeqId) -> Vec<Arrival> {
+        let Some(seq) = self.sequences.get(&id) else { return Vec::new() };
+        let tokens = seq.tokens.len() as u32;
+        let arrived = seq.context.as_deref().map(TagBinding::take_arrived).unwrap_or_default();
+        self.witness_arrived(id, tokens, &arrived);
+        arrived
+    }
+
+    fn witness_arrived(&mut self, id: SeqId, tokens: u32, arrived: &[Arrival]) {
         let Some(witness) = &mut self.witness else { return };
         let Some(evidence) = witness.book.of(&id) else { return };
         let attempt = u32::try_from(evidence.attempts.len()).ok().and_then(|n| n.checked_sub(1));
-        let Some(seq) = self.sequences.get(&id) else { return };
-        let tokens = seq.tokens.len() as u32;
-        let arrived = seq.context.as_deref().map(TagBinding::take_arrived).unwrap_or_default();
-        for (entry, digest, is_right) in arrived {
+        for &(entry, digest, is_right) in arrived {
             self.witness_digest(
                 id,
                 Stop::Arrived,

@@ -1,5 +1,6 @@
 //! How many pages a sequence needs, taking them as it grows, and giving them to others.
 
+use super::known::Known;
 use super::{Sequence, Worker, WorkerConfig};
 use crate::evidence::Stop;
 use crate::glue::pools::PoolError;
@@ -97,20 +98,25 @@ impl Worker {
     /// After `computed` has moved: seals pages that are complete and frees window pages that no
     /// later token sees.
     pub(super) fn settle(&mut self, id: SeqId) -> Result<(), PoolError> {
+        self.settle_known(id, &Known::default())
+    }
+
+    /// The same for pages of which some digests are known.
+    pub(super) fn settle_known(&mut self, id: SeqId, known: &Known) -> Result<(), PoolError> {
         let Some(seq) = self.sequences.get_mut(&id) else { return Ok(()) };
         let Sequence { table, owner, computed, blocks_sealed, windows_sealed, .. } = seq;
         let Some(table) = table.as_mut() else { return Ok(()) };
         let mut sealed = Vec::new();
         while (*blocks_sealed + 1) * BLOCK_TOKENS <= *computed {
             let page = table.blocks()[*blocks_sealed as usize];
-            self.pools.seal(page)?;
+            known.seal(&mut self.pools, page, *blocks_sealed)?;
             sealed.push((page, *blocks_sealed));
             *blocks_sealed += 1;
         }
         while (*windows_sealed + 1) * WINDOW_PAGE_ROWS <= *computed {
             let position = *windows_sealed - table.window_first_no();
             let page = table.window()[position as usize];
-            self.pools.seal(page)?;
+            known.seal(&mut self.pools, page, *windows_sealed)?;
             sealed.push((page, *windows_sealed));
             *windows_sealed += 1;
         }

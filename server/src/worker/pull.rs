@@ -2,6 +2,7 @@
 //! that does not work.
 
 use super::faults::{FaultEvent, PeerName};
+use super::known::Known;
 use super::pair::PairHealth;
 use super::push::code;
 use super::refusal::condensed;
@@ -200,9 +201,7 @@ impl Worker {
             panic!("read random bytes for an attempt's id: {error}");
         }
         let attempt = AttemptId(bytes);
-        let context = TagBinding::new(link.fingerprint, &seq.tokens);
-        let is_witnessed = self.witness.is_some();
-        let context = Arc::new(if is_witnessed { context.witnessed() } else { context });
+        let context = Arc::new(TagBinding::new(link.fingerprint, &seq.tokens));
         link.verifier.expect(attempt, Arc::clone(&context));
         let fresh: Vec<PageRef> =
             table.all_pages().filter(|page| self.pools.is_filling(*page)).collect();
@@ -396,6 +395,7 @@ impl Worker {
 
     /// All pages of a prompt are here and verified.
     fn landed(&mut self, attempt: AttemptId, record: &FinalRecord) {
+        let arrived = self.attempts.get(&attempt).copied().map(|id| self.arrived(id));
         let Some(id) = self.end_attempt(attempt) else { return };
         let vocab = self.model.config().vocab_size;
         self.free_quarantined(id);
@@ -433,7 +433,9 @@ impl Worker {
         seq.from_tiers = first.cached_below;
         seq.tell_reach();
         seq.windows_sealed = seq.table.as_ref().map_or(0, PageTable::window_first_no);
-        if let Err(error) = self.settle(id).and_then(|()| self.keep_blocks(id)) {
+        let known = Known::of(self.pools.geometry(), &arrived.unwrap_or_default());
+        let sealed = self.settle_known(id, &known);
+        if let Err(error) = sealed.and_then(|()| self.keep_blocks(id)) {
             panic!("seal and keep the pages of sequence {id}: {error}");
         }
         self.numbers.handoffs += 1;
@@ -496,7 +498,8 @@ impl Worker {
         self.routes.remove(&attempt);
         let id = self.attempts.remove(&attempt)?;
         self.free_landing(attempt, id);
-        self.witness_arrived(id);
+        // Of an attempt that failed; what was made on its way is of no use.
+        drop(self.arrived(id));
         if let Some(peer) = self.sequences.get(&id).and_then(|s| s.peer)
             && let Some(peer) = self.peers.get_mut(&peer)
         {

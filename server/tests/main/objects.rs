@@ -88,7 +88,7 @@ fn saved(pools: &Pools, pages: &ObjectPages, blocks: u32) -> Vec<u8> {
     let part = pages.part();
     let mut object = vec![0xAA; ObjectMemory::object_bytes(pools.geometry(), part) as usize];
     ObjectMemory::new(pools, LAYOUT)
-        .save(pages, key(part), blocks, &mut object)
+        .save(pages, key(part), blocks, &Vec::new(), &mut object)
         .expect("sealed pages become an object");
     object
 }
@@ -107,7 +107,11 @@ fn pages_come_back_as_they_went_for_every_index_key_type() {
             let target = take(&mut to, part);
             let memory = ObjectMemory::new(&to, LAYOUT);
             memory.verify(&object, key(part)).expect("right");
-            memory.load(&object, key(part), 9, &target).expect("right");
+            let sealed = memory.load(&object, key(part), 9, &target).expect("right");
+            assert_eq!(sealed.len(), target.iter().count(), "each page once");
+            for (page, digests) in &sealed {
+                assert_eq!(digests, &to.digests(*page).expect("a page"), "{index}, {page}");
+            }
             for (went, came) in source.iter().zip(target.iter()) {
                 assert_eq!(rows_of(&from, went), rows_of(&to, came), "{index}, {part:?}");
             }

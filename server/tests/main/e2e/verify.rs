@@ -278,6 +278,29 @@ async fn answer_that_rests_on_a_damaged_page_ends_with_an_error_and_others_go_on
 }
 
 #[tokio::test]
+async fn page_damaged_before_it_is_saved_never_becomes_an_object() {
+    let (memory, options) = Memory::see();
+    // What a second prompt uses is saved.
+    let flags = "--hicache-size 0.2 --hicache-write-policy write_through_selective";
+    let workers = Workers::start("null", flags, &options);
+    let ids = prompt(800);
+    let (right, _) = workers.answer(ids.clone(), 8).await.expect("an answer");
+    memory.flip(0, memory.layer(CacheKind::C4Index), 1);
+    // Pages that are used where they are are not looked at: this answer is an error, if the save was
+    // before its end, or rests on the page.
+    let _second = workers.answer(ids.clone(), 8).await;
+    eventually("the save is refused", async || {
+        (workers.metric("dsv4:audit_mismatches_total", "save") == 1).then_some(())
+    })
+    .await;
+    let (after, usage) = workers.answer(ids.clone(), 8).await.expect("an answer");
+    assert_eq!(after, right);
+    assert!(usage.cached_tokens < 768, "the page and what followed it were given up: {usage:?}");
+    let clean = audit(&workers).await;
+    assert_eq!(clean[0].wrong(), 0, "{clean:?}");
+}
+
+#[tokio::test]
 async fn page_damaged_at_the_prefill_worker_is_never_believed_by_its_peer() {
     let (memory, options) = Memory::see();
     let workers = Workers::start("both", "--disable-radix-cache", &NodeOptions::default());
