@@ -128,6 +128,15 @@ impl Process {
         lines(&self.log).join("\n")
     }
 
+    /// Waits until the log of a running process contains `part`, and returns it. What a process does
+    /// can be seen elsewhere before the line about it has been written and read.
+    pub(crate) fn logged(&self, part: &str) -> String {
+        until(&format!("{part:?} in the log of {:?}", self.args), || {
+            let log = self.log_text();
+            log.contains(part).then_some(log)
+        })
+    }
+
     /// `kill -9`, and waits for the end.
     pub(crate) fn kill(&mut self) {
         if self.status.is_none() {

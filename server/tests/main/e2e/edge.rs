@@ -2,7 +2,7 @@
 //! and memory under connections that mean no good.
 
 use super::client::{Events, Metrics, eventually, get, greedy, healthy, post};
-use super::cluster::{MODEL, Pair, Process, Server, until};
+use super::cluster::{MODEL, Pair, Process, Server};
 use super::prompts::prompt;
 use super::workers::Workers;
 use crate::edge::Files;
@@ -77,7 +77,7 @@ async fn a_certificate_is_read_at_the_start_and_on_sighup() {
         .await;
     std::fs::write(files.key(), "no key").expect("write a file");
     process.signal(Signal::HUP);
-    until("a warning", || process.log_text().contains("the old certificate stays").then_some(()));
+    process.logged("the old certificate stays");
     files.connect(address, &[]).await.expect("the old one is in use");
     // A start with such files is an error that names the file.
     process.terminate();
@@ -116,7 +116,7 @@ async fn probes_facts_and_aborts_of_real_workers() {
     let health = get(&format!("{}/health", router.url)).await.expect("an answer").ok();
     let reason = health["workers"][0]["reason"].as_str().expect("a reason");
     assert!(reason.starts_with("is a prefill worker"), "{reason}");
-    assert!(router.process.log_text().contains("is a prefill worker"));
+    router.process.logged("is a prefill worker");
     // An answer that would take long is ended through the router.
     let mut body = greedy(&prompt(20), 4000);
     body["stream"] = json!(true);
@@ -217,7 +217,7 @@ async fn a_flush_at_the_router_reaches_prefill_workers_behind_decode_workers() {
     for url in [&pair.prefill.url, &pair.decode.url] {
         eventually("it keeps nothing", async || (kept(url).await == 0.0).then_some(())).await;
     }
-    assert!(pair.prefill.process.log_text().contains("as a decode worker asked"));
+    pair.prefill.process.logged("as a decode worker asked");
     let again = ask().await;
     assert_eq!(again["choices"], first["choices"]);
     assert_eq!(again["usage"]["prompt_tokens_details"]["cached_tokens"], 0, "{again}");

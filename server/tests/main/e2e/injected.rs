@@ -61,7 +61,7 @@ async fn half_an_index_key_changes_answers_or_is_caught() {
     assert!(caught("mismatch") >= 2.0 * LENGTHS.len() as f64, "each prompt, and its repetition");
     let recomputed = metrics.sum("dsv4:prompts_recomputed_total", &[decode]);
     assert_eq!(recomputed, LENGTHS.len() as f64);
-    let log = protected.process.log_text();
+    let log = protected.process.logged("kind=\"c4_index\"");
     let line = log.lines().find(|line| line.contains("kind=\"c4_index\""));
     let line = line.unwrap_or_else(|| panic!("no line names the page:\n{log}"));
     assert!(line.contains("layer=") && line.contains("peer="), "{line}");

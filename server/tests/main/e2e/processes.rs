@@ -27,7 +27,7 @@ async fn workers_with_different_index_keys_are_refused_with_both_layouts() {
         (reply.status == 503 && reply.text().contains("fp8")).then(|| reply.text())
     })
     .await;
-    for text in [health, decode.process.log_text()] {
+    for text in [health, decode.process.logged("page layouts differ: prefill")] {
         assert!(text.contains("bf16") && text.contains("fp8"), "both layouts in {text}");
     }
     let url = format!("{}/v1/completions", decode.url);

@@ -149,7 +149,7 @@ async fn dead_or_silent_object_store_costs_prefixes_and_no_answers() {
         .await;
         if dies {
             let third = server(&moto, "mortal", "");
-            assert!(third.process.log_text().contains("cannot be used now"), "it starts and warns");
+            third.process.logged("cannot be used now");
             assert_eq!(ask(&third.url, &ids).await.0, ask(&cold.url, &ids).await.0);
             moto.restart();
         } else {

@@ -1,7 +1,7 @@
 //! What two processes say when one of them leaves, and what is in the way when one starts.
 
 use super::client::{Metrics, complete, eventually, get, healthy};
-use super::cluster::{MODEL, Pair, Process, Server, until};
+use super::cluster::{MODEL, Pair, Process, Server};
 use super::folder::Folder;
 use super::prompts::prompt;
 use std::os::unix::fs::FileTypeExt as _;
@@ -39,7 +39,7 @@ async fn without_the_others_shared_memory_auto_uses_tcp() {
     let mut prefill = Server::worker_with("prefill", "", &[("TMPDIR", &elsewhere)]);
     let mut decode = Server::decode_of(&prefill, "");
     healthy(&decode.url).await;
-    until("it says so", || decode.process.log_text().contains("pages come over TCP").then_some(()));
+    decode.process.logged("pages come over TCP");
     let connected = async |url: &str, transport: &str| {
         let metrics = Metrics::of(url).await;
         metrics.try_sum("dsv4:peer_connected", &[&format!("transport=\"{transport}\"")])
@@ -100,8 +100,7 @@ async fn a_decode_worker_says_where_it_reaches_nobody_and_why() {
         })
         .await;
         assert!(reason.len() > address.len() + 10, "no cause: {reason}");
-        let log = decode.process.log_text();
-        assert!(log.contains(&address), "{log}");
+        decode.process.logged(&format!("address=\"{address}\""));
     }
 }
 
@@ -167,7 +166,8 @@ async fn a_dead_socket_is_replaced_and_a_foreign_file_leaves_tcp() {
     complete(&decode.url, &prompt(40), 2).await;
     let handoffs = Metrics::of(&decode.url).await.sum("dsv4:handoffs_total", &["decode"]);
     assert_eq!(handoffs, 1.0, "pages go over TCP");
-    for log in [prefill.process.log_text(), decode.process.log_text()] {
+    for process in [&prefill.process, &decode.process] {
+        let log = process.logged(path);
         assert!(log.lines().any(|line| line.contains(" WARN ") && line.contains(path)), "{log}");
     }
 
