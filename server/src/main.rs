@@ -67,6 +67,8 @@ const USAGE: u8 = 2;
 
 /// Exit code of a command that could not do what was asked; clap's for wrong usage is the same.
 const NOT_DONE: u8 = 2;
+/// Exit code of an audit that found nothing wrong and could not look at all that it was to look at.
+const NOT_ALL: u8 = 3;
 
 fn run_cache(command: &CacheCommand) -> ExitCode {
     let end = cache_command::run(command, wall_time(), &mut std::io::stdout().lock());
@@ -85,6 +87,7 @@ fn run_verify(args: &VerifyArgs) -> ExitCode {
     match verify_command::run(args, &mut std::io::stdout().lock()) {
         Ok(VerifyEnd::Right) => ExitCode::SUCCESS,
         Ok(VerifyEnd::Wrong) => ExitCode::FAILURE,
+        Ok(VerifyEnd::Partly) => ExitCode::from(NOT_ALL),
         Err(error) => {
             complain(&error.into());
             ExitCode::from(NOT_DONE)

@@ -15,6 +15,8 @@ use std::time::Duration;
 pub enum VerifyEnd {
     /// All that was looked at is right.
     Right,
+    /// So is this, but no window was computed again where that was asked for and there were some.
+    Partly,
     /// Something is wrong.
     Wrong,
 }
@@ -76,15 +78,23 @@ pub fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<VerifyEnd, VerifyEr
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| VerifyError::Client(error.to_string()))?;
     let answer = runtime.block_on(ask(args, &url))?;
+    let workers = answer["workers"].as_array().ok_or_else(|| missing(&url, "workers"))?;
     let is_wrong = answer["mismatches"].as_u64();
     let is_wrong = is_wrong.ok_or_else(|| missing(&url, "the number of mismatches"))? > 0;
     if args.json {
         writeln!(out, "{answer}")?;
     } else {
-        let workers = answer["workers"].as_array().ok_or_else(|| missing(&url, "workers"))?;
         table(workers, out)?;
     }
-    Ok(if is_wrong { VerifyEnd::Wrong } else { VerifyEnd::Right })
+    let starved = |worker: &Value| {
+        let number = |name: &str| worker["windows"][name].as_u64().unwrap_or_default();
+        args.windows > 0 && number("there") > 0 && number("checked") == 0
+    };
+    Ok(match is_wrong {
+        true => VerifyEnd::Wrong,
+        false if workers.iter().any(starved) => VerifyEnd::Partly,
+        false => VerifyEnd::Right,
+    })
 }
 
 /// Where a worker is asked: below its address, which may have a path where a proxy stands before it.
@@ -103,7 +113,10 @@ fn missing(url: &Url, what: &'static str) -> VerifyError {
 
 async fn ask(args: &VerifyArgs, url: &Url) -> Result<Value, VerifyError> {
     choose_cryptography();
-    let client = Client::builder().connect_timeout(CONNECT_MAX).build();
+    let client = Client::builder()
+        .connect_timeout(CONNECT_MAX)
+        .timeout(Duration::from_secs(args.timeout.into()))
+        .build();
     let client = client.map_err(|error| VerifyError::Client(error.to_string()))?;
     let wish = json!({"sample": args.sample, "windows": args.windows, "seed": args.seed});
     let mut request =
@@ -160,6 +173,11 @@ fn table(workers: &[Value], out: &mut dyn Write) -> io::Result<()> {
         }
         if let Some(more @ 1..) = worker["more_mismatches"].as_u64() {
             writeln!(out, "  WRONG and {more} more")?;
+        }
+        if !found.is_empty() && worker["role"] == "prefill" {
+            let advice = "decode workers may keep what was computed from these pages, with tags that \
+                          fit: POST /flush_cache at each of them, and audit them";
+            writeln!(out, "  {advice}")?;
         }
         if found.is_empty() {
             let looked = number(&worker["host"]["checked"])
@@ -239,6 +257,18 @@ mod tests {
         assert_eq!(asked("http://h:1/w/2/"), Some("http://h:1/w/2/verify".to_owned()));
         assert_eq!(asked("http://h:1/?x=1"), None);
         assert_eq!(asked("http://h:1/#x"), None);
+    }
+
+    #[test]
+    fn after_a_finding_of_a_prefill_worker_its_decode_workers_are_to_be_flushed() {
+        let finding = json!({"found_by": "digest", "kind": "c4_kv"});
+        let said = |role: &str| {
+            let worker = json!({"role": role, "pages": {}, "mismatches": [finding]});
+            let mut out = Vec::new();
+            table(&[worker], &mut out).expect("memory has room");
+            String::from_utf8(out).expect("text").contains("POST /flush_cache")
+        };
+        assert!(said("prefill") && !said("decode") && !said("unified"));
     }
 
     #[test]

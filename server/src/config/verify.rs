@@ -35,6 +35,15 @@ pub struct VerifyArgs {
     /// Which pages a sample takes.
     #[arg(long, default_value_t = 0, value_name = "NUMBER", allow_negative_numbers = true)]
     pub seed: u64,
+    /// Longest wait for the worker's answer, in seconds.
+    #[arg(
+        long,
+        default_value_t = 900,
+        value_name = "SECONDS",
+        value_parser = clap::value_parser!(u32).range(1..),
+        allow_negative_numbers = true
+    )]
+    pub timeout: u32,
     /// Key of a worker that wants one.
     #[arg(long, value_name = "KEY")]
     pub api_key: Option<String>,

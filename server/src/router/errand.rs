@@ -147,8 +147,12 @@ impl Errand {
             };
             let (request_id, worker) = (self.id.as_str(), worker.address());
             match answer {
-                Ok(response) if is_busy(response.status()) => {
-                    tracing::debug!(request_id, worker, "busy");
+                // A router that it has passed already is of no use, which says nothing of the others.
+                Ok(response)
+                    if is_busy(response.status())
+                        || response.status() == StatusCode::LOOP_DETECTED =>
+                {
+                    tracing::debug!(request_id, worker, status = %response.status(), "not here");
                     under_way.refused(&self.prompt);
                     last = Outcome::Busy(response, under_way);
                 }

@@ -92,13 +92,17 @@ pub(super) async fn flush_cache(
     Ok((status, Json(json!({"workers": workers}))).into_response())
 }
 
-/// What workers need of an order's headers: who asks, what the body is, the name in the log.
+/// What workers need of an order's headers: who asks, what the body is, the name in the log, its way.
 fn passed_on(headers: &HeaderMap, id: &RequestId) -> HeaderMap {
     let mut passed = proxy::credentials(headers);
     if let Some(kind) = headers.get(header::CONTENT_TYPE) {
         passed.insert(header::CONTENT_TYPE, kind.clone());
     }
     passed.insert(crate::http::REQUEST_ID, id.header());
+    // Where it has been: a router that gets its own order back refuses it.
+    for hop in headers.get_all(header::VIA) {
+        passed.append(header::VIA, hop.clone());
+    }
     passed
 }
 

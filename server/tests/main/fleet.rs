@@ -4,6 +4,7 @@ use crate::router::{Front, Plan, Worker, nowhere};
 use axum::http::{Method, StatusCode};
 use dsv4_server::router::RouterConfig;
 use serde_json::{Value, json};
+use std::time::Duration;
 use tokio::net::TcpListener;
 
 const CHAT: &str = "/v1/chat/completions";
@@ -209,6 +210,39 @@ async fn a_router_among_its_own_workers_says_so_and_does_not_ask_itself() {
     let other = [JSON, ("via", "1.1 dsv4-router-0000000000000000, 1.0 nginx")];
     assert_eq!(front.client.ask(Method::POST, CHAT, &other, "{}").await.status, 200);
     assert_eq!(a.requests(), 5);
+}
+
+#[tokio::test]
+async fn routers_that_name_each_other_pass_nothing_in_circles() {
+    let a = Worker::start("a").await;
+    let listeners = [
+        TcpListener::bind("127.0.0.1:0").await.unwrap(),
+        TcpListener::bind("127.0.0.1:0").await.unwrap(),
+    ];
+    let urls = listeners.each_ref().map(|l| format!("http://{}", l.local_addr().unwrap()));
+    let [first, second] = listeners;
+    let config = |other: &String| RouterConfig {
+        workers: vec![other.clone(), a.url()],
+        ..RouterConfig::default()
+    };
+    let second = Front::at(second, config(&urls[0])).await;
+    let first = Front::at(first, config(&urls[1])).await;
+    first.proxy.check_workers().await;
+    second.proxy.check_workers().await;
+    // An order reaches the worker through both, and comes back to the first one once.
+    for path in ["/flush_cache", "/abort_request"] {
+        let before = a.requests();
+        let wish = json!({"rid": "x"});
+        let told = first.client.post(path, &wish);
+        let told = tokio::time::timeout(Duration::from_secs(20), told).await.expect("an end");
+        assert!(told.text().contains("loop_detected"), "{path}: {}", told.text());
+        assert_eq!(a.requests() - before, 2, "{path}: once through each router");
+    }
+    // A request that comes round goes to the worker that is left.
+    for n in 0..6 {
+        let answer = first.client.post(CHAT, &json!({"n": n})).await;
+        assert_eq!((answer.status.as_u16(), answer.header("x-worker")), (200, Some("a")));
+    }
 }
 
 #[tokio::test]
