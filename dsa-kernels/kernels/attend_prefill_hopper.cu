@@ -34,8 +34,9 @@
 #define AT_BARRIERS (AT_FOUND_ROWS + FOUND * BLOCK * 4u)
 #define SHARED_USED (AT_BARRIERS + sizeof(Barriers))
 
-// By how much (in powers of two) a maximum may be exceeded before the sums are scaled anew.
-#define HEADROOM 8.0f
+// By how much (in powers of two) a maximum may be exceeded before the sums are scaled anew: BF16 and
+// FP32 reach far enough.
+#define HEADROOM 32.0f
 
 #if HAS_WGMMA
 
@@ -46,14 +47,32 @@ struct Tile {
 
 struct Barriers {
   u64 full[STAGES];   // rows are there
-  u64 empty[STAGES];  // they have been used
+  u64 empty[STAGES][2];  // half of them has been used
   u64 terms[TERM_STAGES];  // terms are there
   u64 used[TERM_STAGES];   // they have been used
+  u64 query_full, query_used;  // the columns of a query that are not in registers
   u64 found[FOUND];   // rows of a tile are known
   u64 taken[FOUND];   // they have been read
 };
 
+// Waits mostly asleep: the other warps have better use for the issue slots and the power.
+DEVICE void sleep_until(u64 *b, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nLOOP_%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1, %2;\n"
+      "@p bra DONE_%=;\nbra LOOP_%=;\nDONE_%=:\n}" ::"r"(shared_address(b)),
+      "r"(parity), "r"(1000000)
+      : "memory");
+}
+
 DEVICE Barriers *barriers_in(u8 *shared) { return reinterpret_cast<Barriers *>(shared + AT_BARRIERS); }
+
+// One lane of the warp, without the thread's number.
+DEVICE bool elected() {
+  u32 is;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is));
+  return is;
+}
 
 // A place in a ring; the parity is that of the phase which ends with this use.
 template <u32 SIZE> struct Ring {
@@ -74,6 +93,10 @@ DEVICE Item item_at(const AttendArgs &a, u32 i) {
   return {i / parts, i % parts * HEADS};
 }
 
+DEVICE const u8 *query_of(const AttendArgs &a, const Item &work) {
+  return at<u8>(a.q) + ((u64)work.token * a.heads + work.first_head) * ROW_BYTES;
+}
+
 // ---- rows in BF16 ----
 
 DEVICE u32 window_rows(const AttendArgs &a) { return a.window_pages_per_seq * a.window.rows_per_page; }
@@ -82,7 +105,7 @@ DEVICE u32 rows_per_seq(const AttendArgs &a) {
 }
 
 #define EXPAND_THREADS 256u
-#define EXPAND_ROWS 4u  // of a warp
+#define EXPAND_ROWS 2u  // of a warp
 
 // The rows of all pages in the tables of a sequence, one after the other: window, then compressed.
 // Rows of pages that do not exist stay as they are, and are not read.
@@ -165,7 +188,7 @@ DEVICE void find_rows(const AttendArgs &a, u8 *shared, u32 lane) {
       Candidate one = candidate(a, rows, entry, near), two = candidate(a, rows, entry + 32, far);
       u32 page_one = one.page ? load(one.page) : 0, page_two = two.page ? load(two.page) : 0;
       bool has_one = page_one < one.pages, has_two = page_two < two.pages;
-      barrier_wait(&barriers->taken[ring.at], ring.parity ^ 1);
+      sleep_until(&barriers->taken[ring.at], ring.parity ^ 1);
       u32 *found = reinterpret_cast<u32 *>(shared + AT_FOUND_ROWS) + ring.at * BLOCK;
       // The eight rows of a copying thread lie together.
       u32 place = 8 * (lane & 7) + lane / 8;
@@ -182,7 +205,7 @@ DEVICE void find_rows(const AttendArgs &a, u8 *shared, u32 lane) {
 // ---- copying rows ----
 
 DEVICE void copy16(u32 to, const u8 *from, u32 bytes, u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
                "r"(bytes), "l"(policy)
                : "memory");
 }
@@ -191,10 +214,10 @@ DEVICE void arrive_after_copies(u64 *b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
 }
 
-// A thread's vector of a row in all column blocks.
-DEVICE void copy_row(u32 to, const u8 *from, u32 bytes, u64 policy) {
+// A thread's vector of a row in column blocks FIRST to END.
+template <u32 FIRST, u32 END> DEVICE void copy_row(u32 to, const u8 *from, u32 bytes, u64 policy) {
 #pragma unroll
-  for (u32 b = 0; b < 8; b++) copy16(to + b * COLUMN_BYTES, from + 128 * b, bytes, policy);
+  for (u32 b = FIRST; b < END; b++) copy16(to + b * COLUMN_BYTES, from + 128 * b, bytes, policy);
 }
 
 // Eight threads to a row, eight rows at once. Rows stay in the second-level cache, since other queries
@@ -203,6 +226,7 @@ DEVICE void copy_rows(const AttendArgs &a, u8 *shared, u32 t) {
   Barriers *barriers = barriers_in(shared);
   Ring<STAGES> ring = {0, 0};
   Ring<FOUND> found = {0, 0};
+  u32 parity = 0;
   u64 keep, drop;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(drop));
@@ -210,32 +234,42 @@ DEVICE void copy_rows(const AttendArgs &a, u8 *shared, u32 t) {
 #pragma unroll 1
   for (u32 item = blockIdx.x; item < item_count(a); item += gridDim.x) {
     Item work = item_at(a, item);
-    barrier_wait(&barriers->empty[ring.at], ring.parity ^ 1);
-    const u8 *query = at<u8>(a.q) + ((u64)work.token * a.heads + work.first_head + row) * ROW_BYTES + column;
+    sleep_until(&barriers->empty[ring.at][0], ring.parity ^ 1);
+    sleep_until(&barriers->empty[ring.at][1], ring.parity ^ 1);
+    const u8 *query = query_of(a, work) + row * ROW_BYTES + column;
 #pragma unroll 1
     for (u32 i = 0; i < 8; i++)
-      copy_row(to + ring.at * TILE_BYTES + 1024 * i, query + 8 * ROW_BYTES * i, 16, drop);
+      copy_row<0, QUERY_BLOCKS>(to + ring.at * TILE_BYTES + 1024 * i, query + 8 * ROW_BYTES * i, 16, drop);
     arrive_after_copies(&barriers->full[ring.at]);
     if (t == 0) barrier_arrive(&barriers->full[ring.at]);
     ring.next();
+    // The next tile's place becomes free later than this.
+    sleep_until(&barriers->query_used, parity ^ 1);
+#pragma unroll 1
+    for (u32 i = 0; i < 8; i++)
+      copy_row<QUERY_BLOCKS, 8>(to + AT_QUERY - QUERY_BLOCKS * COLUMN_BYTES + 1024 * i, query + 8 * ROW_BYTES * i, 16, drop);
+    arrive_after_copies(&barriers->query_full);
+    parity ^= 1;
     Tile tile;
     do {
-      barrier_wait(&barriers->found[found.at], found.parity);
+      sleep_until(&barriers->found[found.at], found.parity);
       tile = reinterpret_cast<const Tile *>(shared + AT_FOUND_TILES)[found.at];
       const uint4 *rows = reinterpret_cast<const uint4 *>(shared + AT_FOUND_ROWS) + (found.at * BLOCK + 8 * row) / 4;
       uint4 low = rows[0], high = rows[1];
       __syncwarp();
       if ((t & 31) == 0) barrier_arrive(&barriers->taken[found.at]);
       u32 n[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-      barrier_wait(&barriers->empty[ring.at], ring.parity ^ 1);
-      if (t == 0) reinterpret_cast<Tile *>(shared + AT_TILES)[ring.at] = tile;
 #pragma unroll
       for (u32 i = 0; i < 8; i++) {
+        if (i % 4 == 0) sleep_until(&barriers->empty[ring.at][i / 4], ring.parity ^ 1);
         const u8 *from = at<u8>(a.expanded) + (u64)(n[i] == NO_ROW ? 0 : n[i]) * ROW_BYTES + column;
-        copy_row(to + ring.at * TILE_BYTES + 1024 * i, from, n[i] == NO_ROW ? 0 : 16, keep);
+        copy_row<0, 8>(to + ring.at * TILE_BYTES + 1024 * i, from, n[i] == NO_ROW ? 0 : 16, keep);
       }
       arrive_after_copies(&barriers->full[ring.at]);
-      if (t == 0) barrier_arrive(&barriers->full[ring.at]);
+      if (t == 0) {
+        reinterpret_cast<Tile *>(shared + AT_TILES)[ring.at] = tile;
+        barrier_arrive(&barriers->full[ring.at]);
+      }
       ring.next();
       found.next();
     } while (!tile.is_last);
@@ -271,29 +305,23 @@ DEVICE void begin(const AttendArgs &a, Softmax &soft, u32 head, u32 lane) {
   }
 }
 
-// The next tile of the ring is a query's heads: most columns into registers, the others to their own
-// place.
-DEVICE void take_queries(u32 (&q)[4 * QUERY_BLOCKS][4], u8 *shared, Ring<STAGES> &ring, u32 start, u32 t) {
+// The next tile of the ring is a query's heads, of which most columns go into registers.
+DEVICE void take_queries(u32 (&q)[4 * QUERY_BLOCKS][4], u8 *shared, Ring<STAGES> &ring, u32 start, u32 warp, u32 lane) {
   Barriers *barriers = barriers_in(shared);
-  u32 lane = t & 31, warp = t / 32;
-  barrier_wait(&barriers->full[ring.at], ring.parity);
-  const uint4 *from = reinterpret_cast<const uint4 *>(shared + ring.at * TILE_BYTES + QUERY_BLOCKS * COLUMN_BYTES);
-  uint4 *to = reinterpret_cast<uint4 *>(shared + AT_QUERY);
+  sleep_until(&barriers->full[ring.at], ring.parity);
 #pragma unroll
   for (u32 k = 0; k < 4 * QUERY_BLOCKS; k++)
     matrix_load4(q[k], matrix_address(start + ring.at * TILE_BYTES + (k / 4) * COLUMN_BYTES, warp, lane, 2 * (k & 3)));
-  named_barrier(1, 128);  // all have multiplied with the former query
-#pragma unroll
-  for (u32 i = 0; i < (8 - QUERY_BLOCKS) * COLUMN_BYTES / 16 / 128; i++) to[128 * i + t] = from[128 * i + t];
-  fence_async();
-  named_barrier(1, 128);
+  __syncwarp();
   // For both groups of the values, which pass the tile over.
-  if (lane < 2) barrier_arrive(&barriers->empty[ring.at]);
+  if (lane < 4) barrier_arrive(&barriers->empty[ring.at][lane & 1]);
   ring.next();
 }
 
-// Scores of 64 heads with 64 rows.
-DEVICE void scores(f32 (&s)[32], const u32 (&q)[4 * QUERY_BLOCKS][4], u32 query, u32 tile) {
+// Scores of 64 heads with 64 rows. The former terms, if they are `pending`, are multiplied only from
+// the middle on: earlier they would hold up these products, and nothing would be left to multiply
+// during the softmax.
+DEVICE void scores(f32 (&s)[32], const u32 (&q)[4 * QUERY_BLOCKS][4], u32 query, u32 tile, bool pending, u64 *former) {
   u64 heads = tile_descriptor(query, 16), rows = tile_descriptor(tile, 16);
   wgmma_fence();
 #pragma unroll
@@ -301,28 +329,34 @@ DEVICE void scores(f32 (&s)[32], const u32 (&q)[4 * QUERY_BLOCKS][4], u32 query,
     u64 columns = descriptor_at(rows, (k / 4) * COLUMN_BYTES + 32 * (k & 3));
     if (k < 4 * QUERY_BLOCKS) wgmma_bf16_n64_registers(s, q[k], columns, k > 0);
     else wgmma_bf16_n64(s, descriptor_at(heads, (k / 4 - QUERY_BLOCKS) * COLUMN_BYTES + 32 * (k & 3)), columns, 1);
+    if (k == 15) wgmma_commit();
   }
   wgmma_commit();
+  wgmma_wait_former();
+  if (pending && elected()) barrier_arrive(former);
   wgmma_wait();
   pin(s);
 }
 
-// Leaves out rows that do not exist, and raises the maxima that are exceeded by too much. The groups
-// that have the sums are told.
-DEVICE void raise(f32 (&s)[32], Softmax &soft, const Tile &tile, u8 *shared, u32 term, f32 scale, u32 warp, u32 lane) {
-  if ((tile.rows[0] & tile.rows[1]) != ~0u) {
+// Leaves out rows that do not exist.
+DEVICE void mask(f32 (&s)[32], const Tile &tile, u32 lane) {
+  if ((tile.rows[0] & tile.rows[1]) == ~0u) return;
 #pragma unroll
-    for (u32 i = 0; i < 32; i++) {
-      u32 column = 8 * ((i / 4) & 3) + 2 * (lane & 3) + (i & 1);
-      if (!((tile.rows[i / 16] >> column) & 1)) s[i] = -INFINITY;
-    }
+  for (u32 i = 0; i < 32; i++) {
+    u32 column = 8 * ((i / 4) & 3) + 2 * (lane & 3) + (i & 1);
+    if (!((tile.rows[i / 16] >> column) & 1)) s[i] = -INFINITY;
   }
+}
+
+// Raises maxima that are exceeded by too much, which is rare; the groups that have the sums of values
+// are told.
+DEVICE void raise(const f32 (&s)[32], Softmax &soft, u8 *shared, u32 term, f32 scale, u32 warp, u32 lane) {
   f32 most[2] = {s[0], s[2]};
 #pragma unroll
   for (u32 i = 0; i < 32; i++) most[(i >> 1) & 1] = fmaxf(most[(i >> 1) & 1], s[i]);
   bool grows = most[0] * scale > soft.base[0] + HEADROOM || most[1] * scale > soft.base[1] + HEADROOM;
   u32 any = __any_sync(~0u, grows);
-  if (lane == 0) reinterpret_cast<u32 *>(shared + AT_GROWN)[4 * term + warp] = any;
+  if (elected()) reinterpret_cast<u32 *>(shared + AT_GROWN)[4 * term + warp] = any;
   if (!any) return;
   f32 *factors = reinterpret_cast<f32 *>(shared + AT_FACTORS) + term * HEADS + 16 * warp + lane / 4;
 #pragma unroll
@@ -336,19 +370,19 @@ DEVICE void raise(f32 (&s)[32], Softmax &soft, const Tile &tile, u8 *shared, u32
 }
 
 // Terms of the softmax, as BF16 into shared memory.
-DEVICE void weigh(f32 (&s)[32], Softmax &soft, u32 terms, f32 scale, u32 warp, u32 lane) {
-  u32 packed[16];
+DEVICE void weigh(const f32 (&s)[32], Softmax &soft, u32 terms, f32 scale) {
 #pragma unroll
-  for (u32 i = 0; i < 32; i += 2) {
-    u32 half = (i >> 1) & 1;
-    f32 e0 = fast_exp2(fmaf(s[i], scale, -soft.base[half])), e1 = fast_exp2(fmaf(s[i + 1], scale, -soft.base[half]));
-    soft.sum[half] += e0 + e1;
-    packed[i / 2] = pack_bf16(e0, e1);
+  for (u32 j = 0; j < 4; j++) {
+    u32 packed[4];
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+      f32 base = -soft.base[i & 1];
+      f32 e0 = fast_exp2(fmaf(s[8 * j + 2 * i], scale, base)), e1 = fast_exp2(fmaf(s[8 * j + 2 * i + 1], scale, base));
+      packed[i] = pack_bf16(e0, e1);
+      soft.sum[i & 1] += e0 + e1;
+    }
+    matrix_store4(terms ^ (32 * j), packed[0], packed[1], packed[2], packed[3]);
   }
-#pragma unroll
-  for (u32 j = 0; j < 4; j++)
-    matrix_store4(matrix_address(terms, warp, lane, 2 * j), packed[4 * j], packed[4 * j + 1], packed[4 * j + 2],
-                  packed[4 * j + 3]);
 }
 
 // What each head's sum of values is to be multiplied with.
@@ -367,35 +401,37 @@ DEVICE void make_terms(const AttendArgs &a, u8 *shared, u32 t) {
   Barriers *barriers = barriers_in(shared);
   Ring<STAGES> ring = {0, 0};
   Ring<TERM_STAGES> term = {0, 0};
-  u32 lane = t & 31, warp = t / 32, start = uniform(shared_address(shared));
+  u32 lane = t & 31, warp = uniform(t / 32), start = uniform(shared_address(shared)), parity = 0;
+  u32 places = matrix_address(start + AT_TERMS, warp, lane, 0);
+  asm volatile("" : "+r"(places));  // not computed anew each time
   f32 scale = a.scale * LOG2E;
-  bool pending = false;
   u32 q[4 * QUERY_BLOCKS][4];
-  take_queries(q, shared, ring, start, t);
 #pragma unroll 1
   for (u32 item = blockIdx.x; item < item_count(a); item += gridDim.x) {
     Softmax soft;
     begin(a, soft, item_at(a, item).first_head + 16 * warp + lane / 4, lane);
+    take_queries(q, shared, ring, start, warp, lane);
+    sleep_until(&barriers->query_full, parity);
+    parity ^= 1;
     Tile tile;
+    bool pending = false;
     do {
-      barrier_wait(&barriers->full[ring.at], ring.parity);
+      sleep_until(&barriers->full[ring.at], ring.parity);
       fence_async();
       tile = reinterpret_cast<const Tile *>(shared + AT_TILES)[ring.at];
       f32 s[32];
-      scores(s, q, start + AT_QUERY, start + ring.at * TILE_BYTES);
-      // The former terms are multiplied only now: otherwise these products would have to wait for
-      // those, and nothing would be left to multiply during the softmax.
-      if (pending && lane == 0) barrier_arrive(&barriers->terms[term.at ^ 1]);
+      scores(s, q, start + AT_QUERY, start + ring.at * TILE_BYTES, pending, &barriers->terms[term.at ^ 1]);
+      if (tile.is_last && elected()) barrier_arrive(&barriers->query_used);
       ring.next();
-      if (tile.is_last && item + gridDim.x < item_count(a)) take_queries(q, shared, ring, start, t);
-      barrier_wait(&barriers->used[term.at], term.parity ^ 1);
-      raise(s, soft, tile, shared, term.at, scale, warp, lane);
-      weigh(s, soft, start + AT_TERMS + term.at * TERM_BYTES, scale, warp, lane);
+      mask(s, tile, lane);
+      sleep_until(&barriers->used[term.at], term.parity ^ 1);
+      raise(s, soft, shared, term.at, scale, warp, lane);
+      weigh(s, soft, places + term.at * TERM_BYTES, scale);
       if (tile.is_last) finish(soft, shared, term.at, warp, lane);
       fence_async();
       __syncwarp();
       pending = !tile.is_last;
-      if (tile.is_last && lane == 0) barrier_arrive(&barriers->terms[term.at]);
+      if (tile.is_last && elected()) barrier_arrive(&barriers->terms[term.at]);
       term.next();
     } while (!tile.is_last);
   }
@@ -426,8 +462,8 @@ DEVICE void write_out(const AttendArgs &a, const f32 (&values)[2][64], const f32
   }
 }
 
-// Terms times half of the columns.
-DEVICE void multiply(f32 (&values)[2][64], u32 term, u32 half_tile, bool first) {
+// Terms times half of the columns. The first half of the rows is passed on before the second is done.
+DEVICE void multiply(f32 (&values)[2][64], u32 term, u32 half_tile, bool first, u64 *empty) {
   u64 terms = tile_descriptor(term, 16), columns = tile_descriptor(half_tile, COLUMN_BYTES);
   fence_async();
   wgmma_fence();
@@ -437,8 +473,10 @@ DEVICE void multiply(f32 (&values)[2][64], u32 term, u32 half_tile, bool first) 
     for (u32 part = 0; part < 2; part++)
       wgmma_bf16_n128_rows(values[part], descriptor_at(terms, 32 * k),
                            descriptor_at(columns, 2 * part * COLUMN_BYTES + k * 16 * 128), k > 0 || !first);
+    if (k & 1) wgmma_commit();
   }
-  wgmma_commit();
+  wgmma_wait_former();
+  if (elected()) barrier_arrive(&empty[0]);
   wgmma_wait();
   pin(values[0]);
   pin(values[1]);
@@ -456,7 +494,7 @@ DEVICE void add_values(const AttendArgs &a, u8 *shared, u32 group, u32 t) {
     bool first = true, last;
     f32 share[2];
     do {
-      barrier_wait(&barriers->terms[term.at], term.parity);
+      sleep_until(&barriers->terms[term.at], term.parity);
       if (!first && reinterpret_cast<const u32 *>(shared + AT_GROWN)[4 * term.at + warp]) {
         const f32 *factors = reinterpret_cast<const f32 *>(shared + AT_FACTORS) + term.at * HEADS + head;
         f32 factor[2] = {factors[0], factors[8]};
@@ -464,12 +502,12 @@ DEVICE void add_values(const AttendArgs &a, u8 *shared, u32 group, u32 t) {
         for (u32 i = 0; i < 128; i++) values[i / 64][i & 63] *= factor[(i >> 1) & 1];
       }
       multiply(values, start + AT_TERMS + term.at * TERM_BYTES,
-               start + ring.at * TILE_BYTES + group * 4 * COLUMN_BYTES, first);
+               start + ring.at * TILE_BYTES + group * 4 * COLUMN_BYTES, first, barriers->empty[ring.at]);
       last = reinterpret_cast<const Tile *>(shared + AT_TILES)[ring.at].is_last;
       const f32 *shares = reinterpret_cast<const f32 *>(shared + AT_SHARES) + term.at * HEADS + head;
       if (last) share[0] = shares[0], share[1] = shares[8];
       __syncwarp();
-      if (lane == 0) barrier_arrive(&barriers->empty[ring.at]), barrier_arrive(&barriers->used[term.at]);
+      if (elected()) barrier_arrive(&barriers->empty[ring.at][1]), barrier_arrive(&barriers->used[term.at]);
       ring.next();
       term.next();
       first = false;
@@ -486,9 +524,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill_hopper(c
   if (t == 0) {
     for (u32 i = 0; i < STAGES; i++) {
       barrier_init(&barriers->full[i], COPIERS + 1);
-      barrier_init(&barriers->empty[i], 8);
+      barrier_init(&barriers->empty[i][0], 8), barrier_init(&barriers->empty[i][1], 8);
     }
     for (u32 i = 0; i < TERM_STAGES; i++) barrier_init(&barriers->terms[i], 4), barrier_init(&barriers->used[i], 8);
+    barrier_init(&barriers->query_full, COPIERS), barrier_init(&barriers->query_used, 4);
     for (u32 i = 0; i < FOUND; i++) barrier_init(&barriers->found[i], 1), barrier_init(&barriers->taken[i], COPIERS / 32);
     barrier_fence();
   }

@@ -22,6 +22,8 @@ DEVICE u64 descriptor_at(u64 d, u32 bytes) { return d + (bytes >> 4); }
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Waits for all groups but the last.
+DEVICE void wgmma_wait_former() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
 
 // Keeps the compiler from moving accesses of accumulators over the instructions around them.
 template <int N> DEVICE void pin(f32 (&d)[N]) {

@@ -116,7 +116,7 @@ pub fn expanded_bytes(a: &DeviceAttend<'_>) -> u64 {
 
 /// Bytes of an expanded row, and rows that one block of threads expands.
 const ROW_BYTES: u64 = 1024;
-const ROWS_PER_BLOCK: u64 = 32;
+const ROWS_PER_BLOCK: u64 = 16;
 
 /// Rows of the pages in the tables of a sequence.
 fn rows_per_seq(a: &DeviceAttend<'_>) -> u64 {
