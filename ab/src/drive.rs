@@ -36,7 +36,7 @@ pub struct Subject {
 #[error("{}", chain(.0))]
 pub struct ClientError(#[from] reqwest::Error);
 
-/// Runs conversations of a workload against a server, so many at once; each line goes to `lines` as
+/// Runs conversations of a workload against a server, at most so many at once; each line goes to `lines` as
 /// soon as its request has ended. A conversation that met a refusal goes on: its history does not depend
 /// on what was said.
 ///
@@ -49,6 +49,7 @@ pub async fn run(
     at_once: u32,
     lines: UnboundedSender<Line>,
 ) -> Result<(), ClientError> {
+    let (first, begun) = (sessions.start, Instant::now());
     let client = client()
         // Requests do not share the fate of a connection.
         .pool_max_idle_per_host(0)
@@ -64,6 +65,9 @@ pub async fn run(
                 let session = next.fetch_add(1, Ordering::Relaxed);
                 if session >= sessions.end {
                     return;
+                }
+                if let Some(burst) = workload.burst {
+                    tokio::time::sleep_until((begun + burst.begin(session - first)).into()).await;
                 }
                 for ask in workload.session(seed, session) {
                     let line = ask_once(&client, &subject, &cell, &ask).await;

@@ -36,6 +36,9 @@ pub struct Fault {
     /// Share of the clients that leave before the first piece of their answer.
     #[serde(default)]
     pub hang_ups: f64,
+    /// Conversations of a search, instead of the plan's: a rare fault needs many.
+    #[serde(default)]
+    pub sessions: Option<u32>,
     /// It shows in log probabilities further than this from those without it, where words are the same.
     #[serde(default)]
     pub logprob_distance: Option<f64>,
@@ -367,6 +370,7 @@ mod tests {
             log: vec!["peer".to_owned()],
             flags: Vec::new(),
             hang_ups: 0.0,
+            sessions: None,
             logprob_distance: None,
         }
     }

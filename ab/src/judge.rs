@@ -169,10 +169,8 @@ pub struct Bench<'a> {
     pub context: &'a str,
     /// The most tokens that were asked for.
     pub max_tokens: Option<u64>,
-    /// What the same greedy request was answered elsewhere, where any difference is a fault.
-    pub reference: Option<&'a Answer>,
-    /// Largest mean distance of log probabilities from the reference's.
-    pub logprob_distance: Option<f64>,
+    /// The request names the tool to call: servers say `stop` after such a call.
+    pub is_told_to_call: bool,
 }
 
 /// Judges how a request ended.
@@ -184,17 +182,7 @@ pub fn judge(ending: &Ending, truth: &Truth, bench: &Bench<'_>) -> Verdict {
         Ending::Lost(_) => return Verdict::Lost,
     };
     let fits = truth.fits(answer);
-    let mut signs = signs(answer, bench);
-    if let Some(reference) = bench.reference {
-        let is_same = answer.says_the_same(reference);
-        if !is_same {
-            signs.push(Sign::Differs);
-        }
-        let far = |limit: f64| distance(&answer.logprobs, &reference.logprobs) > limit;
-        if is_same && bench.logprob_distance.is_some_and(far) {
-            signs.push(Sign::Logprobs);
-        }
-    }
+    let signs = signs(answer, bench);
     match fits {
         _ if !signs.is_empty() => Verdict::Corrupted(signs),
         Some(true) | None => Verdict::Right,
@@ -225,7 +213,7 @@ fn signs(answer: &Answer, bench: &Bench<'_>) -> Vec<Sign> {
     let is_empty = answer.content.trim().is_empty() && answer.calls.is_empty();
     let is_cut = answer.finish == ["length"];
     look(is_empty && !is_cut, Sign::Empty);
-    look(!finish_fits(answer), Sign::Finish);
+    look(!finish_fits(answer, bench.is_told_to_call), Sign::Finish);
     look(!usage_fits(answer, bench), Sign::Usage);
     let is_bad = |(name, arguments): &(String, String)| {
         let is_known = bench.tools.contains(&name.as_str());
@@ -235,11 +223,11 @@ fn signs(answer: &Answer, bench: &Bench<'_>) -> Vec<Sign> {
     found
 }
 
-fn finish_fits(answer: &Answer) -> bool {
+fn finish_fits(answer: &Answer, is_told_to_call: bool) -> bool {
     let [reason] = answer.finish.as_slice() else { return false };
     match reason.as_str() {
         "tool_calls" => !answer.calls.is_empty(),
-        "stop" => answer.calls.is_empty(),
+        "stop" => is_told_to_call || answer.calls.is_empty(),
         "length" => true,
         _ => false,
     }
@@ -493,17 +481,11 @@ mod tests {
     }
 
     #[test]
-    fn a_greedy_answer_is_the_same_everywhere() {
-        let reference = Answer { logprobs: vec![-0.1, -0.2], ..said("It is 5.") };
-        let bench =
-            Bench { reference: Some(&reference), logprob_distance: Some(0.05), ..Bench::default() };
-        let truth = Truth::Says("It is 5.".to_owned());
-        let verdict = |answer: Answer| judge(&Ending::Answered(answer), &truth, &bench);
-        assert_eq!(verdict(reference.clone()), Verdict::Right);
-        assert_eq!(verdict(said("It is 6.")), Verdict::Corrupted(vec![Sign::Differs]));
-        let near = Answer { logprobs: vec![-0.1, -0.25], ..reference.clone() };
-        assert_eq!(verdict(near), Verdict::Right);
-        let far = Answer { logprobs: vec![-0.1, -0.5], ..reference.clone() };
-        assert_eq!(verdict(far), Verdict::Corrupted(vec![Sign::Logprobs]));
+    fn a_call_that_was_asked_for_by_name_may_end_with_stop() {
+        let stopped = Answer { finish: vec!["stop".to_owned()], ..called("look", "{}") };
+        assert_eq!(signs_of(stopped.clone()), [Sign::Finish]);
+        let told = Bench { tools: vec!["look"], is_told_to_call: true, ..Bench::default() };
+        let verdict = judge(&Ending::Answered(stopped), &Truth::Unknown, &told);
+        assert_eq!(verdict, Verdict::Right);
     }
 }

@@ -19,6 +19,7 @@ pub mod matrix;
 pub mod metrics;
 pub mod plan;
 pub mod record;
+pub mod replay;
 pub mod report;
 pub mod rng;
 pub mod sse;

@@ -4,19 +4,21 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a command-line tool")]
 
 mod faulty;
+mod search;
 
 use ab::drive::{self, Subject};
 use ab::judge::Ending;
-use ab::matrix::{Bisection, Cell, Conclusion, Finding};
+use ab::matrix::Cell;
 use ab::plan::Plan;
 use ab::record::{self, Line};
-use ab::report::{Report, power_note, shown};
-use ab::stats::Rate;
+use ab::replay::Log;
+use ab::report::{CellLines, Report, power_note};
 use ab::subject::Servers;
-use ab::tally::{Pairs, Tally};
+use ab::tally::Tally;
 use ab::trace::{Answer, Trace};
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, Parser, Subcommand};
+use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -154,8 +156,21 @@ fn read_plan(path: &Path) -> Result<Plan> {
     Plan::read(&text).with_context(|| format!("plan {shown}"))
 }
 
+/// A plan, and what was recorded if that is asked again: the log beside the plan, and its text.
+fn read_whole_plan(path: &Path, sessions: Option<u32>) -> Result<(Plan, Option<String>)> {
+    let mut plan = read_plan(path)?;
+    plan.workload.sessions = sessions.unwrap_or(plan.workload.sessions);
+    let Some(file) = &plan.workload.requests else { return Ok((plan, None)) };
+    let log = path.parent().unwrap_or(Path::new("")).join(file);
+    let shown = log.display().to_string();
+    let text = std::fs::read_to_string(&log)
+        .with_context(|| format!("plan {}: read {shown}", path.display()))?;
+    plan.workload.replay(Log::read(&text).with_context(|| shown)?);
+    Ok((plan, Some(text)))
+}
+
 fn requests(path: &Path) -> Result<()> {
-    let plan = read_plan(path)?;
+    let (plan, _) = read_whole_plan(path, None)?;
     let mut out = std::io::stdout().lock();
     for ask in plan.workload.all(plan.seed) {
         // Whoever reads may have enough.
@@ -226,14 +241,11 @@ fn trace(args: &TraceArgs) -> Result<bool> {
 
 /// Where a run keeps what it was.
 const PLAN_FILE: &str = "plan.toml";
+/// Where it keeps the recorded requests that it asked.
+const REQUESTS_FILE: &str = "requests.jsonl";
 
 fn file_of(dir: &Path, number: usize) -> PathBuf {
     dir.join(format!("cell-{number:02}.jsonl"))
-}
-
-/// Where a search keeps the lines of its cells, the healthy one first.
-fn search_file(dir: &Path, number: usize) -> PathBuf {
-    dir.join(format!("bisect-{number:02}.jsonl"))
 }
 
 fn write_lines(path: &Path, lines: &[Line]) -> Result<()> {
@@ -248,8 +260,9 @@ fn write_lines(path: &Path, lines: &[Line]) -> Result<()> {
 /// Reads the lines of a run and writes its report.
 fn report_again(dir: &Path) -> Result<()> {
     let plan = read_plan(&dir.join(PLAN_FILE))?;
-    let mut cells = Vec::new();
-    for (number, cell) in plan.cells()?.iter().enumerate() {
+    let all = plan.cells()?;
+    let (mut cells, mut places) = (Vec::new(), BTreeMap::new());
+    for (number, cell) in all.iter().enumerate() {
         let path = file_of(dir, number);
         if !path.exists() {
             println!("{} is not there: the run did not come so far", path.display());
@@ -258,13 +271,15 @@ fn report_again(dir: &Path) -> Result<()> {
         let text =
             std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
         let lines = record::read(&text).with_context(|| path.display().to_string())?;
-        cells.push((plan.factors.name(cell), lines));
+        let reference = plan.reference(cell).and_then(|cell| places.get(&cell).copied());
+        places.insert(cell.clone(), cells.len());
+        cells.push(CellLines { name: plan.factors.name(cell), lines, reference });
     }
     if cells.is_empty() {
         bail!("{} has no lines of any cell", dir.display());
     }
     let command = format!("ab run {}", dir.join(PLAN_FILE).display());
-    let report = Report::new(&cells, plan.same_answers, &command);
+    let report = Report::new(&cells, plan.logprob_distance, &command);
     std::fs::write(dir.join("report.md"), report.markdown()).context("write report.md")?;
     std::fs::write(dir.join("report.html"), report.html()).context("write report.html")?;
     print!("{}", report.markdown());
@@ -307,17 +322,23 @@ struct Lab {
     server: PathBuf,
     out: PathBuf,
     api_key: Option<String>,
+    /// The command says how many conversations there are.
+    is_told_sessions: bool,
     runtime: tokio::runtime::Runtime,
 }
 
 impl Lab {
     fn open(args: &RunArgs, server: &str) -> Result<Self> {
-        let mut plan = read_plan(&args.plan)?;
+        let (mut plan, recorded) = read_whole_plan(&args.plan, args.sessions)?;
         plan.seed = args.seed.unwrap_or(plan.seed);
-        plan.workload.sessions = args.sessions.unwrap_or(plan.workload.sessions);
         plan.check().context("with the flags")?;
         std::fs::create_dir_all(&args.out)
             .with_context(|| format!("make {}", args.out.display()))?;
+        if let Some(text) = recorded {
+            let path = args.out.join(REQUESTS_FILE);
+            std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
+            plan.workload.requests = Some(REQUESTS_FILE.to_owned());
+        }
         let text = toml::to_string(&plan).context("write the plan down")?;
         std::fs::write(args.out.join(PLAN_FILE), text).context("write the plan down")?;
         let api_key = ab::config::variable(&args.api_key_variable);
@@ -328,8 +349,8 @@ impl Lab {
             .context("start the client's threads")?;
         end_with_signals(&runtime)?;
         let server = args.server.clone().unwrap_or_else(|| server.into());
-        let out = args.out.clone();
-        Ok(Self { plan, server, out, api_key, runtime })
+        let (out, is_told_sessions) = (args.out.clone(), args.sessions.is_some());
+        Ok(Self { plan, server, out, api_key, is_told_sessions, runtime })
     }
 
     fn run_all(&self) -> Result<()> {
@@ -357,108 +378,6 @@ impl Lab {
         let servers = Servers::start(&self.server, &setup, &self.plan.flags, (&self.out, name))?;
         Ok(Started { url: servers.url.clone(), at_once, servers: Some(servers) })
     }
-
-    /// A search between the healthy cell and a bad one, perhaps with a fault of the plan.
-    fn search(mut self, bad: Option<&str>, fault: Option<&str>) -> Result<()> {
-        let fault = fault.map(|name| self.plan.fault(name).cloned()).transpose()?;
-        let factors = &self.plan.factors;
-        let bad = match (bad, &fault) {
-            (Some(bad), _) => factors.cell(bad)?,
-            (None, Some(fault)) => fault.bad(factors)?,
-            (None, None) => bail!("no bad cell is named"),
-        };
-        if let Some(fault) = fault {
-            self.plan.flags.extend(fault.flags.iter().cloned().chain(fault.injected(false)));
-        }
-        self.bisect(bad)
-    }
-
-    /// Runs cells until it is clear which factors the fault needs.
-    fn bisect(&self, bad: Cell) -> Result<()> {
-        let factors = &self.plan.factors;
-        let healthy = factors.healthy();
-        if healthy == bad {
-            bail!("the bad cell is the healthy one: every factor has its first level");
-        }
-        let sessions = 0..self.plan.workload.sessions;
-        let name = factors.name(&healthy);
-        println!("{name} (healthy)");
-        let reference = self.start(&healthy, "cell-00")?.ask(self, &name, sessions)?;
-        write_lines(&search_file(&self.out, 0), &reference)?;
-        some_answer(&name, &reference)?;
-        let words = |factors: &[usize]| self.plan.factors.words(&bad, factors);
-        let mut search = Bisection::new(healthy.clone(), bad.clone());
-        let own = Tally::new(&reference, None);
-        println!("  not right: {}", shown(&own.failure()));
-        let is_clean = own.corrupted == 0;
-        search.handle_finding(healthy, if is_clean { Finding::Clean } else { Finding::Bad });
-        let (mut rate, mut number) = (None, 0);
-        while let Some(cell) = search.poll_cell() {
-            number += 1;
-            let (finding, seen) = self.find((&cell, number), &reference, rate)?;
-            if number == 1 && finding == Finding::Unclear {
-                bail!(
-                    "the bad cell has shown neither that it is worse than the healthy one nor that it \
-                     is not: more sessions may tell"
-                );
-            }
-            rate = rate.or(Some(seen));
-            search.handle_finding(cell, finding);
-        }
-        let conclusion = search.poll_conclusion().context("the search ended without a word")?;
-        println!("\n{}", said(&conclusion, &words));
-        Ok(())
-    }
-
-    /// Runs a cell until it is clear whether the fault shows there, at most through the whole workload.
-    /// `rate` is how often it showed in the bad cell.
-    fn find(
-        &self,
-        (cell, number): (&Cell, usize),
-        reference: &[Line],
-        rate: Option<f64>,
-    ) -> Result<(Finding, f64)> {
-        let name = self.plan.factors.name(cell);
-        println!("{name}");
-        let mut started = self.start(cell, &format!("cell-{number:02}"))?;
-        let (all, step) = (self.plan.workload.sessions, started.at_once.max(16));
-        let mut lines: Vec<Line> = Vec::new();
-        let mut from = 0;
-        while from < all {
-            let to = all.min(from.saturating_add(step));
-            lines.extend(started.ask(self, &name, from..to)?);
-            from = to;
-            let (finding, seen) = judge_cell(&lines, reference, self.plan.same_answers, rate);
-            if finding != Finding::Unclear || from == all {
-                write_lines(&search_file(&self.out, number), &lines)?;
-                let tally = Tally::new(&lines, None);
-                println!(
-                    "  {} after {} answers; not right: {}",
-                    finding.name(),
-                    tally.judged(),
-                    shown(&tally.failure())
-                );
-                return Ok((finding, seen));
-            }
-        }
-        Ok((Finding::Unclear, 0.0))
-    }
-}
-
-fn said(conclusion: &Conclusion, words: &dyn Fn(&[usize]) -> String) -> String {
-    match conclusion {
-        Conclusion::Needs(factors) => format!("the fault needs: {}", words(factors)),
-        Conclusion::AnyOf(factors) => {
-            format!("any of these alone brings the fault: {}", words(factors))
-        }
-        Conclusion::NothingToFind(why) => (*why).to_owned(),
-        Conclusion::Open(factors) if factors.is_empty() => {
-            "undecided: more sessions may tell".to_owned()
-        }
-        Conclusion::Open(factors) => {
-            format!("undecided, but these are needed: {}", words(factors))
-        }
-    }
 }
 
 /// What came of a cell, in a line.
@@ -485,29 +404,6 @@ fn some_answer(name: &str, lines: &[Line]) -> Result<()> {
         Ending::Answered(_) => "its client left".to_owned(),
     });
     bail!("no request of {name} was answered; the first one: {}", why.unwrap_or_default())
-}
-
-/// Whether a fault shows in the lines of a cell.
-fn judge_cell(
-    lines: &[Line],
-    reference: &[Line],
-    same_answers: bool,
-    rate: Option<f64>,
-) -> (Finding, f64) {
-    let tally = Tally::new(lines, same_answers.then_some(reference));
-    let pairs = Pairs::new(lines, reference);
-    let failure = tally.failure();
-    let is_worse = pairs.only_first > pairs.only_second && pairs.p() < 0.05;
-    if is_worse || (same_answers && tally.corrupted > 0) {
-        return (Finding::Bad, failure.value());
-    }
-    // Half of what the bad cell showed would have been seen: in signs, or in what is wrong here alone.
-    let expected = rate.unwrap_or(0.02) / 2.0;
-    let seen = Rate::new(pairs.only_first.max(tally.corrupted), tally.judged());
-    if tally.corrupted == 0 && seen.high < expected.max(0.01) {
-        return (Finding::Clean, failure.value());
-    }
-    (Finding::Unclear, failure.value())
 }
 
 /// A server that can be asked.

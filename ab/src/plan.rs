@@ -2,9 +2,11 @@
 
 use crate::fault::{Fault, FaultError};
 use crate::matrix::{Cell, Factor, Matrix, MatrixError};
-use crate::workload::Workload;
-use serde::{Deserialize, Serialize};
+use crate::workload::{Kind, Workload};
+use serde::de::{SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
+use std::fmt;
 
 /// What is run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -22,10 +24,13 @@ pub struct Plan {
     /// Flags for our own servers in every cell.
     #[serde(default)]
     pub flags: Vec<String>,
-    /// Any other answer than the first cell's is corruption: for servers that compute the same whatever
-    /// else runs.
+    /// Factors that change no answer, on servers that compute the same whatever else runs: another
+    /// answer than that of the cell with the first levels of these is corruption.
     #[serde(default)]
-    pub same_answers: bool,
+    pub same_answers: SameAnswers,
+    /// So are the same words with log probabilities that are further from that cell's, in the mean.
+    #[serde(default)]
+    pub logprob_distance: Option<f64>,
     /// What is asked.
     pub workload: Workload,
     /// What is varied.
@@ -37,6 +42,56 @@ pub struct Plan {
     /// Faults to inject into the test build of our server.
     #[serde(default, rename = "fault")]
     pub faults: Vec<Fault>,
+}
+
+/// Factors that change no answer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub enum SameAnswers {
+    /// All of them, or none.
+    All(bool),
+    /// Those of these names.
+    Of(Vec<String>),
+}
+
+impl Default for SameAnswers {
+    fn default() -> Self {
+        Self::All(false)
+    }
+}
+
+impl SameAnswers {
+    /// Whether a factor changes no answer.
+    #[must_use]
+    pub fn has(&self, factor: &str) -> bool {
+        match self {
+            Self::All(all) => *all,
+            Self::Of(names) => names.iter().any(|name| name == factor),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for SameAnswers {
+    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl<'de> Visitor<'de> for Either {
+            type Value = SameAnswers;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("true, false, or a list of factors")
+            }
+            fn visit_bool<E>(self, all: bool) -> Result<SameAnswers, E> {
+                Ok(SameAnswers::All(all))
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<SameAnswers, A::Error> {
+                let mut names = Vec::new();
+                while let Some(name) = list.next_element()? {
+                    names.push(name);
+                }
+                Ok(SameAnswers::Of(names))
+            }
+        }
+        input.deserialize_any(Either)
+    }
 }
 
 const fn one() -> u64 {
@@ -100,29 +155,22 @@ impl Plan {
     /// [`PlanError`].
     pub fn check(&self) -> Result<(), PlanError> {
         self.factors.check()?;
-        let range = |field, value: String, wanted, fits: bool| {
-            if fits { Ok(()) } else { Err(PlanError::Range { field, value, wanted }) }
-        };
-        let work = &self.workload;
-        let positive = "1 or more";
         let at_once = (1..=AT_ONCE_MAX).contains(&self.at_once);
-        range("at_once", self.at_once.to_string(), "from 1 to 10000", at_once)?;
-        range("answer_s", self.answer_s.to_string(), positive, self.answer_s > 0)?;
-        range("workload.sessions", work.sessions.to_string(), positive, work.sessions > 0)?;
-        range("workload.turns", work.turns.to_string(), positive, work.turns > 0)?;
-        // All answers of a cell are kept.
-        let asked = u64::from(work.sessions) * u64::from(work.turns);
-        let wanted = "at most 1000000";
-        range("workload.sessions times turns", asked.to_string(), wanted, asked <= ASKED_MAX)?;
-        let grows = work.tokens_first <= work.tokens_last;
-        let last = work.tokens_last.to_string();
-        range("workload.tokens_last", last.clone(), "tokens_first or more", grows)?;
-        let fits = work.tokens_last <= TOKENS_MAX;
-        range("workload.tokens_last", last, "at most 4000000", fits)?;
-        let share = (0.0..=1.0).contains(&work.aborts);
-        range("workload.aborts", work.aborts.to_string(), "from 0 to 1", share)?;
-        let share = (0.0..=1.0).contains(&work.hang_ups);
-        range("workload.hang_ups", work.hang_ups.to_string(), "from 0 to 1", share)?;
+        range("at_once", self.at_once, "from 1 to 10000", at_once)?;
+        range("answer_s", self.answer_s, "1 or more", self.answer_s > 0)?;
+        check_workload(&self.workload)?;
+        if let SameAnswers::Of(names) = &self.same_answers {
+            let is_known = |name: &&String| self.factors.0.iter().any(|f| f.name == **name);
+            if let Some(name) = names.iter().find(|name| !is_known(name)) {
+                range("same_answers", format!("{name:?}"), "names of factors", false)?;
+            }
+        }
+        if let Some(distance) = self.logprob_distance {
+            let fits = distance >= 0.0 && distance.is_finite();
+            range("logprob_distance", distance, "0 or more", fits)?;
+            let wanted = "left out, or the workload to have logprobs = true";
+            range("logprob_distance", distance, wanted, self.workload.logprobs)?;
+        }
         self.cells()?;
         for (number, fault) in self.faults.iter().enumerate() {
             fault.check(&self.factors)?;
@@ -143,23 +191,41 @@ impl Plan {
         found.ok_or_else(|| FaultError::Unknown(name.to_owned(), known()))
     }
 
-    /// The cells to run, the healthy one first.
+    /// The cells to run, the healthy one first, and each after the one that it is compared with.
     ///
     /// # Errors
     /// [`MatrixError::Cell`].
     pub fn cells(&self) -> Result<Vec<Cell>, MatrixError> {
-        if self.cells.is_empty() {
-            return Ok(self.factors.cells());
-        }
         let named = self.cells.iter().map(|text| self.factors.cell(text));
+        let wished = match self.cells.as_slice() {
+            [] => self.factors.cells(),
+            _ => named.collect::<Result<_, _>>()?,
+        };
         let mut cells = vec![self.factors.healthy()];
-        for cell in named {
-            let cell = cell?;
-            if !cells.contains(&cell) {
-                cells.push(cell);
+        for cell in wished {
+            for cell in self.reference(&cell).into_iter().chain([cell]) {
+                if !cells.contains(&cell) {
+                    cells.push(cell);
+                }
             }
         }
         Ok(cells)
+    }
+
+    /// The cell whose answers another one must have, if there is one besides itself.
+    #[must_use]
+    pub fn reference(&self, cell: &Cell) -> Option<Cell> {
+        let levels = self.factors.0.iter().zip(&cell.0);
+        let levels =
+            levels.map(|(f, &level)| if self.same_answers.has(&f.name) { 0 } else { level });
+        Some(Cell(levels.collect())).filter(|reference| reference != cell)
+    }
+
+    /// Whether two cells must have the same answers.
+    #[must_use]
+    pub fn are_alike(&self, a: &Cell, b: &Cell) -> bool {
+        let root = |cell: &Cell| self.reference(cell).unwrap_or_else(|| cell.clone());
+        self.same_answers != SameAnswers::All(false) && root(a) == root(b)
     }
 
     /// The levels of a cell by factor, for a report.
@@ -172,10 +238,52 @@ impl Plan {
     }
 }
 
+fn range(
+    field: &'static str,
+    value: impl fmt::Display,
+    wanted: &'static str,
+    fits: bool,
+) -> Result<(), PlanError> {
+    if fits { Ok(()) } else { Err(PlanError::Range { field, value: value.to_string(), wanted }) }
+}
+
+fn check_workload(work: &Workload) -> Result<(), PlanError> {
+    let shares = [("workload.aborts", work.aborts), ("workload.hang_ups", work.hang_ups)];
+    for (field, share) in shares {
+        range(field, share, "from 0 to 1", (0.0..=1.0).contains(&share))?;
+    }
+    if let Some(burst) = work.burst {
+        let most = 86_400_000;
+        range("workload.burst.size", burst.size, "1 or more", burst.size > 0)?;
+        range("workload.burst.every_ms", burst.every_ms, "at most a day", burst.every_ms <= most)?;
+    }
+    let requests = work.requests.as_deref().unwrap_or("nothing");
+    if work.kind == Kind::Replay {
+        range("workload.requests", requests, "the file of a replay", work.requests.is_some())?;
+        let made = "left out: a replay asks what was recorded";
+        range("workload.turns", work.turns, made, work.turns == 0)?;
+        return range("workload.tokens_last", work.tokens_last, made, work.tokens_last == 0);
+    }
+    range(
+        "workload.requests",
+        requests,
+        "left out: only a replay has it",
+        work.requests.is_none(),
+    )?;
+    range("workload.sessions", work.sessions, "1 or more", work.sessions > 0)?;
+    range("workload.turns", work.turns, "1 or more", work.turns > 0)?;
+    // All answers of a cell are kept.
+    let asked = u64::from(work.sessions) * u64::from(work.turns);
+    range("workload.sessions times turns", asked, "at most 1000000", asked <= ASKED_MAX)?;
+    let (first, last) = (work.tokens_first, work.tokens_last);
+    range("workload.tokens_last", last, "tokens_first or more", first <= last)?;
+    range("workload.tokens_last", last, "from 1 to 4000000", (1..=TOKENS_MAX).contains(&last))?;
+    range("workload.model", "empty", "the name of a model", !work.model.is_empty())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::workload::Kind;
 
     const PLAN: &str = r#"
         same_answers = true
@@ -208,13 +316,44 @@ mod tests {
     }
 
     #[test]
+    fn a_cell_is_compared_with_the_one_without_what_changes_no_answer() {
+        let named = "same_answers = [\"mode\"]";
+        let plan = Plan::read(&PLAN.replace("same_answers = true", named)).unwrap();
+        let cell = |text: &str| plan.factors.cell(text).unwrap();
+        let both = cell("index=bf16,mode=pd");
+        assert_eq!(plan.reference(&both), Some(cell("index=bf16")));
+        assert_eq!(plan.reference(&cell("index=bf16")), None);
+        let names: Vec<String> =
+            plan.cells().unwrap().iter().map(|cell| plan.factors.name(cell)).collect();
+        let wanted = ["fp4,mode=unified", "fp4,mode=pd", "bf16,mode=unified", "bf16,mode=pd"];
+        assert_eq!(names, wanted.map(|name| format!("index={name}")));
+        assert!(plan.are_alike(&both, &cell("index=bf16")));
+        assert!(!plan.are_alike(&both, &plan.factors.healthy()));
+        let all = Plan { same_answers: SameAnswers::All(true), ..plan.clone() };
+        assert!(all.are_alike(&both, &all.factors.healthy()));
+        let none = Plan { same_answers: SameAnswers::All(false), ..plan.clone() };
+        assert!(none.reference(&both).is_none() && !none.are_alike(&both, &both));
+        // As it is written down and read again.
+        assert_eq!(Plan::read(&toml::to_string(&plan).unwrap()).unwrap(), plan);
+    }
+
+    #[test]
     fn what_is_wrong_with_a_plan_is_named() {
         for (from, to, part) in [
             ("sessions = 60", "sessions = 0", "workload.sessions is 0"),
             ("sessions = 60", "sessions = 4000000000", "sessions times turns is 12000000000"),
             ("same_answers", "at_once = 4000000000\nsame_answers", "at_once is 4000000000"),
             ("tokens_last = 640", "tokens_last = 3", "workload.tokens_last is 3"),
-            ("tokens_last = 640", "tokens_last = 4000001", "at most 4000000"),
+            ("tokens_last = 640", "tokens_last = 4000001", "from 1 to 4000000"),
+            ("turns = 3", "", "workload.turns is 0"),
+            ("model = \"dsv4-mini\"", "", "workload.model is empty"),
+            ("same_answers = true", "same_answers = 3", "true, false, or a list of factors"),
+            ("same_answers = true", "same_answers = [\"x\"]", "same_answers is \"x\""),
+            ("same_answers", "logprob_distance = 0.1\nsame_answers", "logprobs = true"),
+            ("turns = 3", "turns = 3\nrequests = \"x\"", "only a replay has it"),
+            ("turns = 3", "turns = 3\nburst = { size = 0, every_ms = 1 }", "burst.size is 0"),
+            ("kind = \"agents\"", "kind = \"replay\"", "workload.requests is nothing"),
+            ("\"agents\"", "\"replay\"\nrequests = \"x\"", "workload.turns is 3"),
             ("\"mode=pd\", ", "\"mode=x\", ", "no level \"x\""),
             ("kind = \"agents\"", "kind = \"x\"", "unknown variant"),
             ("model = \"dsv4-mini\"", "model = \"m\"\nhang_ups = 2.0", "hang_ups is 2"),

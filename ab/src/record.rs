@@ -101,12 +101,13 @@ impl Line {
         (first_us, took_us): (Option<u64>, u64),
     ) -> Self {
         let (tools, context) = (tools_of(&ask.body), context_of(&ask.body));
-        let max_tokens = ask.body["max_tokens"].as_u64();
+        let most = ["max_completion_tokens", "max_tokens"];
+        let max_tokens = most.iter().find_map(|field| ask.body[*field].as_u64());
         let bench = Bench {
             tools: tools.iter().map(String::as_str).collect(),
             context: &context,
             max_tokens,
-            ..Bench::default()
+            is_told_to_call: ask.body["tool_choice"].is_object(),
         };
         let verdict = judge(&ending, &ask.truth, &bench);
         let request = blake3::hash(ask.body.to_string().as_bytes()).to_hex().to_string();
@@ -144,19 +145,25 @@ impl Line {
     }
 }
 
-/// Verdicts of a cell held against another cell that had the same requests: with greedy sampling on a
-/// server that computes the same whatever else runs, another answer is a fault by itself, and so are log
-/// probabilities further from its than a mean distance, if one is given.
+/// Lines with what they are judged to be.
+pub type Judged<'a> = Vec<(&'a Line, Verdict)>;
+
+/// Verdicts of a cell, held against another cell that had the same requests if there is one: with greedy
+/// sampling on a server that computes the same whatever else runs, another answer is a fault by itself,
+/// and so are log probabilities further from its than a mean distance, if one is given.
 #[must_use]
-pub fn against<'a>(
+pub fn judged<'a>(
     lines: &'a [Line],
-    reference: &[Line],
+    reference: Option<&[Line]>,
     logprob_distance: Option<f64>,
-) -> Vec<(&'a Line, Verdict)> {
+) -> Judged<'a> {
+    let reference = reference.unwrap_or_default();
     let known: BTreeMap<(u32, u32), &Line> =
         reference.iter().map(|line| (line.place(), line)).collect();
     let judged = lines.iter().map(|line| {
         let other = known.get(&line.place()).filter(|other| other.request == line.request);
+        // Of an answer whose client left only a part is known.
+        let other = other.filter(|other| !line.left && !other.left);
         let verdict = match (&line.ending, other.map(|other| &other.ending)) {
             (Ending::Answered(answer), Some(Ending::Answered(reference)))
                 if line.verdict.is_judged() =>

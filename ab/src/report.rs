@@ -1,9 +1,22 @@
 //! What a run has shown, as Markdown and as one page of HTML without anything from elsewhere.
 
-use crate::record::Line;
+use crate::judge::Verdict;
+use crate::record::{Judged, Line, judged};
 use crate::stats::{Rate, trials_to_see, trials_to_tell};
 use crate::tally::{Pairs, Tally, quantile};
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
+
+/// What a cell was asked and said.
+#[derive(Clone, Debug)]
+pub struct CellLines {
+    /// Its name.
+    pub name: String,
+    /// Its lines.
+    pub lines: Vec<Line>,
+    /// The place of the cell whose answers it must have, if there is one.
+    pub reference: Option<usize>,
+}
 
 /// One cell of a report.
 #[derive(Clone, Debug)]
@@ -18,6 +31,8 @@ pub struct CellReport {
     pub by_length: Vec<(u64, Rate)>,
     /// The same by place in the conversation.
     pub by_turn: Vec<(u32, Rate)>,
+    /// Microseconds to the first piece by length of the prompt, median and 95 of 100.
+    pub first_by_length: Vec<(u64, (u64, u64))>,
 }
 
 /// A whole report.
@@ -35,29 +50,48 @@ fn length_class(tokens: u64) -> u64 {
     1 << floor
 }
 
-fn rates<K: Ord + Copy>(lines: &[Line], class: impl Fn(&Line) -> Option<K>) -> Vec<(K, Rate)> {
-    let mut counts = std::collections::BTreeMap::<K, (u64, u64)>::new();
-    for line in lines.iter().filter(|line| line.verdict.is_judged() && !line.left) {
-        let Some(class) = class(line) else { continue };
+fn rates<K: Ord + Copy>(judged: &Judged<'_>, class: impl Fn(&Line) -> Option<K>) -> Vec<(K, Rate)> {
+    let mut counts = BTreeMap::<K, (u64, u64)>::new();
+    for (line, verdict) in judged.iter().filter(|(_, verdict)| verdict.is_judged()) {
+        let Some(class) = class(line).filter(|_| !line.left) else { continue };
         let (bad, all) = counts.entry(class).or_default();
-        *bad += u64::from(line.verdict != crate::judge::Verdict::Right);
+        *bad += u64::from(*verdict != Verdict::Right);
         *all += 1;
     }
     counts.into_iter().map(|(class, (bad, all))| (class, Rate::new(bad, all))).collect()
 }
 
+fn first_by_length(lines: &[Line]) -> Vec<(u64, (u64, u64))> {
+    let mut times = BTreeMap::<u64, Vec<u64>>::new();
+    for line in lines.iter().filter(|line| line.verdict.is_judged()) {
+        if let (Some(tokens), Some(us)) = (line.prompt_tokens(), line.first_us) {
+            times.entry(length_class(tokens)).or_default().push(us);
+        }
+    }
+    let classes = times.into_iter().filter_map(|(class, mut times)| {
+        times.sort_unstable();
+        Some((class, (quantile(&times, 0.5)?, quantile(&times, 0.95)?)))
+    });
+    classes.collect()
+}
+
 impl Report {
-    /// From the lines of each cell, the healthy one first. With `same_answers` other answers than the
-    /// healthy cell's are corruption.
+    /// From the lines of each cell, the healthy one first. Another answer than that of a cell's reference
+    /// is corruption, and so are log probabilities further from its than a distance, if one is given.
     #[must_use]
-    pub fn new(cells: &[(String, Vec<Line>)], same_answers: bool, command: &str) -> Self {
-        let reference = cells.first().map(|(_, lines)| lines.as_slice());
-        let cells = cells.iter().enumerate().map(|(number, (name, lines))| CellReport {
-            name: name.clone(),
-            tally: Tally::new(lines, reference.filter(|_| same_answers && number > 0)),
-            pairs: reference.filter(|_| number > 0).map(|first| Pairs::new(lines, first)),
-            by_length: rates(lines, |line| line.prompt_tokens().map(length_class)),
-            by_turn: rates(lines, |line| Some(line.turn)),
+    pub fn new(cells: &[CellLines], logprob_distance: Option<f64>, command: &str) -> Self {
+        let of = |cell: &CellLines| -> Option<&[Line]> { Some(&cells.get(cell.reference?)?.lines) };
+        let first = cells.first().map(|cell| judged(&cell.lines, None, None));
+        let cells = cells.iter().enumerate().map(|(number, cell)| {
+            let all = judged(&cell.lines, of(cell), logprob_distance);
+            CellReport {
+                name: cell.name.clone(),
+                tally: Tally::of(&all),
+                pairs: first.as_ref().filter(|_| number > 0).map(|first| Pairs::of(&all, first)),
+                by_length: rates(&all, |line| line.prompt_tokens().map(length_class)),
+                by_turn: rates(&all, |line| Some(line.turn)),
+                first_by_length: first_by_length(&cell.lines),
+            }
         });
         Self { cells: cells.collect(), command: command.to_owned() }
     }
@@ -126,10 +160,20 @@ impl Report {
         body += &plot("Corrupted answers, with 95 % intervals", &rows.collect::<Vec<_>>());
         let rows = self.cells.iter().map(|cell| (cell.name.clone(), cell.tally.failure()));
         body += &plot("Answers that were not right", &rows.collect::<Vec<_>>());
+        let times = |cell: &CellReport, sorted: &[u64]| {
+            let of = |share| quantile(sorted, share);
+            Some((cell.name.clone(), (of(0.5)?, of(0.95)?)))
+        };
+        let rows = self.cells.iter().filter_map(|cell| times(cell, &cell.tally.first_us));
+        body += &plot_times("Time to the first piece", &rows.collect::<Vec<_>>());
+        let rows = self.cells.iter().filter_map(|cell| times(cell, &cell.tally.took_us));
+        body += &plot_times("Time to the end", &rows.collect::<Vec<_>>());
         for cell in &self.cells {
             let lengths = cell.by_length.iter();
-            let lengths: Vec<_> =
-                lengths.map(|(from, rate)| (format!("{from} tokens and more"), *rate)).collect();
+            let class = |from: &u64| format!("{from} tokens and more");
+            let lengths: Vec<_> = lengths.map(|(from, rate)| (class(from), *rate)).collect();
+            let times = cell.first_by_length.iter();
+            let times: Vec<_> = times.map(|(from, times)| (class(from), *times)).collect();
             let turns = cell.by_turn.iter();
             let turns: Vec<_> =
                 turns.map(|(turn, rate)| (format!("request {}", turn + 1), *rate)).collect();
@@ -137,6 +181,7 @@ impl Report {
             let _ = write!(body, "<details><summary>{name}</summary>");
             body += &plot("Not right, by length of the prompt", &lengths);
             body += &plot("Not right, by place in the conversation", &turns);
+            body += &plot_times("Time to the first piece, by length of the prompt", &times);
             body += "</details>";
         }
         let table = table_of(&self.markdown());
@@ -203,50 +248,80 @@ fn table_of(markdown: &str) -> String {
     html + "</table>"
 }
 
-/// Bars with whiskers.
+/// A bar with a whisker, as shares of the longest.
+struct Bar {
+    name: String,
+    value: f64,
+    low: f64,
+    high: f64,
+    said: String,
+}
+
+/// Rates with their intervals.
 fn plot(title: &str, rows: &[(String, Rate)]) -> String {
+    let most = rows.iter().map(|(_, rate)| rate.high).fold(0.02, f64::max);
+    let bars = rows.iter().map(|(name, rate)| Bar {
+        name: name.clone(),
+        value: rate.value() / most,
+        low: rate.low / most,
+        high: rate.high / most,
+        said: shown(rate),
+    });
+    bars_of(title, &bars.collect::<Vec<_>>(), &format!("{:.1} %", most * 100.0))
+}
+
+/// Medians in microseconds, and whiskers to what 95 of 100 do not exceed.
+fn plot_times(title: &str, rows: &[(String, (u64, u64))]) -> String {
+    let most = rows.iter().map(|(_, (_, high))| *high).fold(1, u64::max) as f64;
+    let ms = |us: u64| us as f64 / 1e3;
+    let bars = rows.iter().map(|(name, (median, high))| Bar {
+        name: name.clone(),
+        value: *median as f64 / most,
+        low: *median as f64 / most,
+        high: *high as f64 / most,
+        said: format!("median {:.0} ms, 95 of 100 within {:.0} ms", ms(*median), ms(*high)),
+    });
+    bars_of(title, &bars.collect::<Vec<_>>(), &format!("{:.0} ms", most / 1e3))
+}
+
+fn bars_of(title: &str, bars: &[Bar], most: &str) -> String {
     const LEFT: f64 = 330.0;
     const WIDTH: f64 = 500.0;
     const ROW: f64 = 22.0;
     let title = escaped(title);
-    if rows.is_empty() {
+    if bars.is_empty() {
         return String::new();
     }
-    let most = rows.iter().map(|(_, rate)| rate.high).fold(0.02, f64::max);
-    let x = |share: f64| LEFT + share / most * WIDTH;
-    let height = ROW * (rows.len() as f64 + 1.5);
+    let x = |share: f64| LEFT + share * WIDTH;
+    let height = ROW * (bars.len() as f64 + 1.5);
     let mut svg = format!(
         "<h2>{title}</h2><svg viewBox=\"0 0 900 {height:.0}\" role=\"img\" aria-label=\"{title}\">"
     );
-    for (number, (name, rate)) in rows.iter().enumerate() {
+    // Writing to a string does not fail.
+    for (number, bar) in bars.iter().enumerate() {
         let y = ROW * (number as f64 + 0.5);
         let _ = write!(
             svg,
-            "<text x=\"{:.0}\" y=\"{y:.1}\" text-anchor=\"end\" dominant-baseline=\"middle\">{}</text>\
-             <rect class=\"bar\" x=\"{LEFT}\" y=\"{:.1}\" width=\"{:.1}\" height=\"10\"/>\
-             <line class=\"whisker\" x1=\"{:.1}\" x2=\"{:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>\
-             <title>{}: {}</title>",
+            "<g><title>{0}: {1}</title>\
+             <text x=\"{2:.0}\" y=\"{y:.1}\" text-anchor=\"end\" dominant-baseline=\"middle\">{0}</text>\
+             <rect class=\"bar\" x=\"{LEFT}\" y=\"{3:.1}\" width=\"{4:.1}\" height=\"10\"/>\
+             <line class=\"whisker\" x1=\"{5:.1}\" x2=\"{6:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/></g>",
+            escaped(&bar.name),
+            escaped(&bar.said),
             LEFT - 8.0,
-            escaped(name),
             y - 5.0,
-            x(rate.value()) - LEFT,
-            x(rate.low),
-            x(rate.high),
-            escaped(name),
-            shown(rate),
+            x(bar.value) - LEFT,
+            x(bar.low),
+            x(bar.high),
         );
     }
-    let y = ROW * (rows.len() as f64 + 0.2);
+    let (y, end) = (ROW * (bars.len() as f64 + 0.2), LEFT + WIDTH);
+    let below = y + 16.0;
     let _ = write!(
         svg,
-        "<line class=\"axis\" x1=\"{LEFT}\" x2=\"{:.0}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>\
-         <text x=\"{LEFT}\" y=\"{:.1}\">0</text>\
-         <text x=\"{:.0}\" y=\"{:.1}\" text-anchor=\"end\">{:.1} %</text></svg>",
-        LEFT + WIDTH,
-        y + 16.0,
-        LEFT + WIDTH,
-        y + 16.0,
-        most * 100.0,
+        "<line class=\"axis\" x1=\"{LEFT}\" x2=\"{end:.0}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>\
+         <text x=\"{LEFT}\" y=\"{below:.1}\">0</text>\
+         <text x=\"{end:.0}\" y=\"{below:.1}\" text-anchor=\"end\">{most}</text></svg>",
     );
     svg
 }
@@ -269,8 +344,11 @@ mod tests {
 
     #[test]
     fn a_report_has_the_figures_of_its_lines() {
-        let cells = [("healthy".to_owned(), lines(0, 80)), ("mode=<pd>".to_owned(), lines(14, 80))];
-        let report = Report::new(&cells, true, "ab run plan.toml");
+        let cell =
+            |name: &str, lines, reference| CellLines { name: name.to_owned(), lines, reference };
+        let mut cells =
+            [cell("healthy", lines(0, 80), None), cell("mode=<pd>", lines(14, 80), Some(0))];
+        let report = Report::new(&cells, None, "ab run plan.toml");
         assert_eq!(report.total(), (160, 14));
         let text = report.markdown();
         assert!(text.contains("| mode=<pd> | 80 | 66 | 0 | 14 | 17.50 % [10.72, 27.26]"), "{text}");
@@ -280,11 +358,14 @@ mod tests {
         let cell = &report.cells[1];
         assert_eq!(cell.by_length, [(256, Rate::new(14, 80))]);
         assert_eq!(cell.by_turn, [(0, Rate::new(7, 40)), (1, Rate::new(7, 40))]);
+        assert_eq!(cell.first_by_length, [(256, (5000, 5000))]);
         let page = report.html();
+        assert!(page.contains("mode=&lt;pd&gt;: median 5 ms, 95 of 100 within 5 ms"), "{page}");
         assert!(page.contains("mode=&lt;pd&gt;") && !page.contains("mode=<pd>"), "{page}");
         assert!(!page.contains("http://") && !page.contains("<script"), "nothing from elsewhere");
         // Where answers may differ, the same lines are wrong answers of the model.
-        let calm = Report::new(&cells, false, "");
+        cells[1].reference = None;
+        let calm = Report::new(&cells, None, "");
         assert_eq!(calm.total(), (160, 0));
         assert_eq!(calm.cells[1].tally.wrong, 14);
     }

@@ -1,7 +1,7 @@
 //! Sums over the lines of a cell, and what two cells say about each other.
 
 use crate::judge::{Sign, Verdict};
-use crate::record::{Line, against};
+use crate::record::{Judged, Line, judged};
 use crate::stats::{Rate, paired_p};
 use std::collections::BTreeMap;
 
@@ -44,11 +44,13 @@ impl Tally {
         reference: Option<&[Line]>,
         logprob_distance: Option<f64>,
     ) -> Self {
+        Self::of(&judged(lines, reference, logprob_distance))
+    }
+
+    /// The sums of lines that were judged.
+    #[must_use]
+    pub fn of(judged: &Judged<'_>) -> Self {
         let mut tally = Self::default();
-        let judged: Vec<(&Line, Verdict)> = match reference {
-            Some(reference) => against(lines, reference, logprob_distance),
-            None => lines.iter().map(|line| (line, line.verdict.clone())).collect(),
-        };
         for (line, verdict) in judged {
             if line.left {
                 tally.left += 1;
@@ -61,7 +63,7 @@ impl Tally {
                 Verdict::Corrupted(signs) => {
                     tally.corrupted += 1;
                     for sign in signs {
-                        *tally.signs.entry(sign).or_default() += 1;
+                        *tally.signs.entry(*sign).or_default() += 1;
                     }
                 }
                 Verdict::Refused => tally.refused += 1,
@@ -118,13 +120,20 @@ impl Pairs {
     /// The same requests of two cells, with the same bytes.
     #[must_use]
     pub fn new(first: &[Line], second: &[Line]) -> Self {
-        let known: BTreeMap<(u32, u32), &Line> =
-            second.iter().map(|line| (line.place(), line)).collect();
+        Self::of(&judged(first, None, None), &judged(second, None, None))
+    }
+
+    /// The same of lines that were judged.
+    #[must_use]
+    pub fn of(first: &Judged<'_>, second: &Judged<'_>) -> Self {
+        let is_counted = |line: &Line| line.verdict.is_judged() && !line.left;
+        let known: BTreeMap<(u32, u32), &(&Line, Verdict)> =
+            second.iter().map(|judged| (judged.0.place(), judged)).collect();
         let mut pairs = Self::default();
-        for a in first.iter().filter(|line| line.verdict.is_judged() && !line.left) {
-            let b = known.get(&a.place()).filter(|b| b.request == a.request && !b.left);
-            let Some(b) = b.filter(|b| b.verdict.is_judged()) else { continue };
-            match (a.verdict == Verdict::Right, b.verdict == Verdict::Right) {
+        for (a, verdict) in first.iter().filter(|(line, _)| is_counted(line)) {
+            let b = known.get(&a.place()).filter(|(b, _)| b.request == a.request && is_counted(b));
+            let Some((_, other)) = b else { continue };
+            match (*verdict == Verdict::Right, *other == Verdict::Right) {
                 (false, true) => pairs.only_first += 1,
                 (true, false) => pairs.only_second += 1,
                 _ => pairs.alike += 1,

@@ -4,10 +4,13 @@
 //! all cells of a matrix are asked the same, and their answers can be compared pair by pair.
 
 use crate::judge::Truth;
+use crate::replay::{Log, Recorded};
 use crate::rng::Rng;
 use crate::text::{self, Fact, Question};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::sync::Arc;
+use std::time::Duration;
 
 /// Tokens of a word of these texts, about: it decides how long prompts are, and nothing else.
 const TOKENS_PER_WORD: f64 = 1.9;
@@ -29,6 +32,8 @@ pub enum Kind {
     Needles,
     /// Many questions about one text: what is shared must stay what it is.
     Forks,
+    /// What was recorded.
+    Replay,
 }
 
 impl Kind {
@@ -39,7 +44,27 @@ impl Kind {
             Self::Agents => "agents",
             Self::Needles => "needles",
             Self::Forks => "forks",
+            Self::Replay => "replay",
         }
+    }
+}
+
+/// Conversations that begin together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Burst {
+    /// How many.
+    pub size: u32,
+    /// Milliseconds from one burst to the next, whether or not the one before has been answered.
+    pub every_ms: u32,
+}
+
+impl Burst {
+    /// When a conversation begins, after the first one; `place` counts from 0.
+    #[must_use]
+    pub fn begin(&self, place: u32) -> Duration {
+        let burst = u64::from(place / self.size.max(1));
+        Duration::from_millis(burst.saturating_mul(self.every_ms.into()))
     }
 }
 
@@ -49,14 +74,27 @@ impl Kind {
 pub struct Workload {
     /// What.
     pub kind: Kind,
-    /// Conversations.
+    /// Conversations; of what was recorded all, if this is 0.
+    #[serde(default)]
     pub sessions: u32,
     /// Questions of each; needles have one.
+    #[serde(default)]
     pub turns: u32,
     /// Tokens of the first prompt of a session, about.
+    #[serde(default)]
     pub tokens_first: u32,
     /// Tokens of its last, about.
+    #[serde(default)]
     pub tokens_last: u32,
+    /// File with what was recorded, beside the plan.
+    #[serde(default)]
+    pub requests: Option<String>,
+    /// What it has; nothing until it was read ([`Workload::replay`]).
+    #[serde(skip)]
+    pub recorded: Arc<Log>,
+    /// Conversations begin in bursts; without, one as soon as another has ended.
+    #[serde(default)]
+    pub burst: Option<Burst>,
     /// Share of the requests whose client leaves in the middle of the answer.
     #[serde(default)]
     pub aborts: f64,
@@ -66,7 +104,8 @@ pub struct Workload {
     /// Whether the log probabilities of the answers are asked for.
     #[serde(default)]
     pub logprobs: bool,
-    /// Name of the model.
+    /// Name of the model; of what was recorded the recorded one, if this is empty.
+    #[serde(default)]
     pub model: String,
 }
 
@@ -95,7 +134,29 @@ impl Workload {
             Kind::Agents => self.agent(seed, session),
             Kind::Needles => self.needle(seed, session),
             Kind::Forks => self.fork(seed, session),
+            Kind::Replay => self.again(seed, session),
         }
+    }
+
+    /// Takes what was recorded; of its conversations at most as many as were wished for.
+    pub fn replay(&mut self, log: Log) {
+        let all = u32::try_from(log.0.len()).unwrap_or(u32::MAX);
+        self.sessions = if self.sessions == 0 { all } else { self.sessions.min(all) };
+        self.recorded = Arc::new(log);
+    }
+
+    fn again(&self, seed: u64, session: u32) -> Vec<Ask> {
+        let mut rng = Rng::for_item(seed, session.into());
+        let mut asks = Vec::new();
+        for Recorded { body, truth } in self.recorded.0.get(session as usize).into_iter().flatten()
+        {
+            let mut body = body.clone();
+            if !self.model.is_empty() {
+                body["model"] = json!(self.model);
+            }
+            self.push(&mut rng, (session, &mut asks), body, truth.clone());
+        }
+        asks
     }
 
     /// All requests; conversation after conversation.
@@ -208,14 +269,7 @@ impl Workload {
         messages: &[Value],
         truth: Truth,
     ) {
-        // Drawn for each request, so that the share of aborts changes no text.
-        let (draw, pieces) = (rng.below(1 << 20), 1 + rng.below(4));
-        let leaves = (draw as f64) < self.aborts * f64::from(1 << 20);
-        // Of draws that nothing else depends on.
-        let mut aside = rng.clone();
-        let hangs_up = (aside.below(1 << 20) as f64) < self.hang_ups * f64::from(1 << 20);
-        let hangs_up_ms = hangs_up.then(|| 20 + aside.below(HANG_UP_MS) as u32);
-        let mut body = json!({
+        let body = json!({
             "model": self.model,
             "messages": messages,
             "tools": text::tools(),
@@ -224,6 +278,24 @@ impl Workload {
             "stream": true,
             "stream_options": {"include_usage": true},
         });
+        self.push(rng, (session, asks), body, truth);
+    }
+
+    /// One more request of a conversation, and whether its client stays.
+    fn push(
+        &self,
+        rng: &mut Rng,
+        (session, asks): (u32, &mut Vec<Ask>),
+        mut body: Value,
+        truth: Truth,
+    ) {
+        // Drawn for each request, so that the share of aborts changes no text.
+        let (draw, pieces) = (rng.below(1 << 20), 1 + rng.below(4));
+        let leaves = (draw as f64) < self.aborts * f64::from(1 << 20);
+        // Of draws that nothing else depends on.
+        let mut aside = rng.clone();
+        let hangs_up = (aside.below(1 << 20) as f64) < self.hang_ups * f64::from(1 << 20);
+        let hangs_up_ms = hangs_up.then(|| 20 + aside.below(HANG_UP_MS) as u32);
         if self.logprobs {
             body["logprobs"] = json!(true);
         }
@@ -250,11 +322,48 @@ mod tests {
             turns: 3,
             tokens_first: 600,
             tokens_last: 1200,
+            requests: None,
+            recorded: Arc::default(),
+            burst: None,
             aborts: 0.0,
             hang_ups: 0.0,
             logprobs: false,
             model: "m".to_owned(),
         }
+    }
+
+    #[test]
+    fn what_was_recorded_is_asked_again() {
+        let line = |said: &str| {
+            json!({"session": said.len(), "body": {"model": "old", "messages": [
+                {"role": "user", "content": said}]}})
+        };
+        let log = ["a", "bb", "c", "ddd"].map(|said| line(said).to_string()).join("\n");
+        let log = Log::read(&log).unwrap();
+        let again = |sessions: u32, model: &str| {
+            let mut workload = Workload { sessions, ..workload(Kind::Replay) };
+            workload.model = model.to_owned();
+            workload.replay(log.clone());
+            workload
+        };
+        let whole = again(0, "");
+        assert_eq!(whole.sessions, 3);
+        let places: Vec<(u32, u32)> = whole.all(1).map(|ask| (ask.session, ask.turn)).collect();
+        assert_eq!(places, [(0, 0), (0, 1), (1, 0), (2, 0)]);
+        assert!(whole.all(1).all(|ask| ask.body["model"] == "old" && ask.truth == Truth::Unknown));
+        assert_eq!(bodies(&whole, 1), bodies(&whole, 2), "only who leaves follows from the seed");
+        assert!(again(9, "new").all(1).all(|ask| ask.body["model"] == "new"));
+        assert_eq!((again(9, "").sessions, again(2, "").sessions), (3, 2));
+    }
+
+    #[test]
+    fn conversations_of_a_burst_begin_together() {
+        let burst = Burst { size: 20, every_ms: 1500 };
+        let begin = |place| burst.begin(place).as_millis();
+        assert_eq!([0, 19, 20, 39, 40].map(begin), [0, 0, 1500, 1500, 3000]);
+        assert!(
+            Burst { size: 1, every_ms: u32::MAX }.begin(u32::MAX) > Duration::from_secs(1 << 40)
+        );
     }
 
     fn bodies(workload: &Workload, seed: u64) -> Vec<String> {

@@ -167,3 +167,200 @@ struct AttendArgs {
   f32 scale;
   u32 reserved;
 };
+
+// ---- exact_*: the operations of the forward pass with the reference's bits ----
+
+// A checkpoint matrix [rows, cols]. Formats: 0 E4M3 in blocks of 128 x 128, 1 E2M1 in groups of 32,
+// 2 BF16, 3 FP32; `rounded` to BF16 after the scale.
+struct Matrix {
+  u64 data;
+  u64 scales;
+  u32 rows;
+  u32 cols;
+  u32 format;
+  u32 rounded;
+};
+
+struct ExactEmbedArgs {
+  u64 ids;
+  u64 out;
+  Matrix table;
+  u32 tokens;
+  u32 reserved;
+};
+
+// exact_hyper_pre (24 maps) and exact_hyper_head (4 maps, no post and comb).
+struct ExactHyperArgs {
+  u64 streams;
+  u64 base;
+  u64 scale;
+  u64 post;
+  u64 comb;
+  u64 y;
+  Matrix maps;
+  f32 hc_eps;
+  f32 norm_eps;
+  u32 iters;
+  u32 rounding;
+  u32 tokens;
+  u32 hidden;
+};
+
+struct ExactHyperPostArgs {
+  u64 streams;
+  u64 out;
+  u64 post;
+  u64 comb;
+  u32 tokens;
+  u32 hidden;
+  u32 rounding;
+  u32 reserved;
+};
+
+struct ExactNormArgs {
+  u64 x;
+  u64 weight;
+  u64 y;
+  u32 groups;
+  u32 dim;
+  f32 eps;
+  u32 rounding;
+};
+
+// Rows of `cols` values, cut into parts of `part`, cut into groups of 128.
+struct ExactQuantArgs {
+  u64 x;
+  u64 y;
+  u32 rows;
+  u32 cols;
+  u32 part;
+  u32 reserved;
+};
+
+struct ExactLinearArgs {
+  u64 x;
+  u64 y;
+  Matrix weight;
+  u32 tokens;
+  u32 groups;
+  u32 rounding;
+  u32 reserved;
+};
+
+struct ExactRopeArgs {
+  u64 x;
+  u64 table;
+  u32 heads;
+  u32 heads_per_row;
+  u32 dim;
+  u32 inverse;
+  u32 rounding;
+  u32 reserved;
+};
+
+struct ExactQueryArgs {
+  u64 q;
+  u64 table;
+  u32 heads;
+  u32 heads_per_row;
+  u32 kind;
+  u32 reserved;
+};
+
+// Row formats: 0 KvV4, 1 KvF32, 2 IndexFp8, 3 IndexFp4, 4 IndexBf16, 5 IndexF32.
+struct ExactRowsArgs {
+  u64 rows;
+  u64 targets;
+  Cache cache;
+  u32 format;
+  u32 count;
+};
+
+struct ExactCompressArgs {
+  u64 kv;
+  u64 gate;
+  u64 ape;
+  u64 carry;
+  u64 seqs;
+  u64 rows;
+  u32 count;
+  u32 dim;
+  u32 rounding;
+  u32 reserved;
+};
+
+// One token of exact_score and exact_attend: its position (0xffffffff: it sees nothing), the number of
+// its first window page, and where its page lists begin.
+struct ExactToken {
+  u32 position;
+  u32 window_first;
+  u32 window_at;
+  u32 rows_at;
+};
+
+struct ExactScoreArgs {
+  u64 q;
+  u64 w;
+  u64 tokens;
+  u64 pages;
+  u64 scores;
+  Cache keys;
+  u32 format;
+  u32 count;
+  u32 heads;
+  u32 stride;
+};
+
+struct ExactAttendArgs {
+  u64 q;
+  u64 tokens;
+  u64 pages;
+  u64 selected;
+  u64 sinks;
+  u64 terms;
+  u64 out;
+  Cache window;
+  Cache rows;
+  u32 window_format;
+  u32 rows_format;
+  u32 count;
+  u32 heads;
+  u32 window_tokens;
+  u32 ratio;
+  u32 top_k;
+  u32 terms_stride;
+  f32 scale;
+  u32 rounding;
+};
+
+struct ExactRouteArgs {
+  u64 logits;
+  u64 bias;
+  u64 table;
+  u64 ids;
+  u64 experts;
+  u64 weights;
+  u32 tokens;
+  u32 count;
+  u32 k;
+  f32 scale;
+};
+
+// Three matrices (gate, down, up) of each of `count` experts, then of the shared one.
+struct ExactMoeArgs {
+  u64 x;
+  u64 experts;
+  u64 weights;
+  u64 matrices;
+  u64 inner;
+  u64 out;
+  u64 y;
+  u32 tokens;
+  u32 k;
+  u32 hidden;
+  u32 width;
+  u32 count;
+  f32 limit;
+  u32 rounding;
+  u32 reserved;
+};

@@ -6,16 +6,19 @@
 //! (`cargo xtask kernels build`) and loaded from a folder with a manifest.
 //!
 //! Unlike [`crate::Kernels`], whose tensors are host slices, these operations take ranges of device
-//! memory ([`crate::MemSlice`]) and a stream, and have not finished when they return.
+//! memory ([`crate::MemSlice`]) and a stream, and have not finished when they return. [`ExactKernels`]
+//! is the exception: all of [`crate::Kernels`], with the reference's bits.
 
 mod abi;
 mod device;
 mod driver;
+mod exact;
 mod library;
 mod manifest;
 mod ops;
 
 pub use device::{CudaDevice, CudaGraph};
+pub use exact::ExactKernels;
 pub use library::{CudaKernels, LibraryError};
 pub use manifest::{KernelInfo, Manifest};
 pub use ops::{

@@ -72,7 +72,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// Allocates pages and buffers.
+    /// Allocates pages and buffers; the pages in the device's own memory if it has any.
     ///
     /// # Errors
     /// What the device says.
@@ -89,8 +89,10 @@ impl Session {
         // one page more if it starts inside a page.
         let window = seqs * 4 + ws.max_tokens() / rows + 1;
         let pages = [count(blocks), count(window), count(seqs)];
+        let has_own = device.caps().places.contains(&Place::Device);
+        let place = if has_own { Place::Device } else { Place::Host };
         let memory =
-            PageMemory::new(device, Place::Host, model.geometry(), pages[0], pages[1], pages[2])?;
+            PageMemory::new(device, place, model.geometry(), pages[0], pages[1], pages[2])?;
         let pools = [
             PagePool::new(PoolKind::Block, pages[0]),
             PagePool::new(PoolKind::Window, pages[1]),

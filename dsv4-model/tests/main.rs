@@ -7,6 +7,8 @@ mod altered;
 mod config;
 #[path = "main/golden.rs"]
 mod golden;
+#[path = "main/gpu.rs"]
+mod gpu;
 #[path = "main/harness.rs"]
 mod harness;
 #[path = "main/invariance.rs"]

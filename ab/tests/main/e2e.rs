@@ -3,9 +3,9 @@
 use ab::drive::{Subject, run};
 use ab::judge::{Sign, Truth, Verdict};
 use ab::record::{self, Line};
-use ab::report::Report;
+use ab::report::{CellLines, Report};
 use ab::tally::Tally;
-use ab::workload::{Kind, Workload};
+use ab::workload::{Burst, Kind, Workload};
 use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::State;
@@ -29,6 +29,9 @@ fn workload(sessions: u32) -> Workload {
         turns: 3,
         tokens_first: 400,
         tokens_last: 600,
+        requests: None,
+        recorded: Arc::default(),
+        burst: None,
         aborts: 0.0,
         hang_ups: 0.0,
         logprobs: false,
@@ -44,6 +47,8 @@ enum Mischief {
     None,
     /// Garbles the stream.
     Garble,
+    /// Says something else that is as well-formed.
+    Change,
     /// Says that the queue is full.
     Refuse,
     /// Ends the stream in the middle.
@@ -77,13 +82,17 @@ async fn answer(State(served): State<Arc<Served>>, body: Bytes) -> Response {
     let mut events = String::new();
     let finish = match truth {
         Truth::Calls(name, arguments) => {
-            let call = json!({"index": 0, "id": "c", "function": {"name": name, "arguments": arguments.to_string()}});
+            let other = json!({"nothing": "of the kind"});
+            let given = if mischief == Mischief::Change { &other } else { arguments };
+            let function = json!({"name": name, "arguments": given.to_string()});
+            let call = json!({"index": 0, "id": "c", "function": function});
             events += &event(json!({"choices": [{"delta": {"tool_calls": [call]}}]}));
             "tool_calls"
         }
         Truth::Says(said) => {
             let said = match mischief {
                 Mischief::Garble => "the the the ".repeat(9),
+                Mischief::Change => format!("{said} Surely."),
                 _ => said.clone(),
             };
             for word in said.split_inclusive(' ') {
@@ -153,7 +162,10 @@ async fn two_of_a_hundred_garbled_streams_are_found_and_their_rate_is_in_the_int
         lines.iter().map(|line| serde_json::to_string(line).unwrap() + "\n").collect();
     let again = record::read(&text).unwrap();
     assert!(again == lines, "another reading");
-    let report = |lines: Vec<Line>| Report::new(&[("c".to_owned(), lines)], false, "").markdown();
+    let report = |lines: Vec<Line>| {
+        let cell = CellLines { name: "c".to_owned(), lines, reference: None };
+        Report::new(&[cell], None, "").markdown()
+    };
     assert_eq!(report(again), report(lines));
     assert_eq!(record::read("\n{\"cell\": 1}\n").unwrap_err().number, 2);
 }
@@ -215,6 +227,98 @@ async fn a_search_keeps_the_lines_that_it_decided_by() {
     assert_eq!((reference.corrupted, reference.judged() > 0), (0, true));
     assert!(seen.corrupted > 0, "what the bad cell was judged by");
     std::fs::remove_dir_all(&dir).expect("the test's own folder");
+}
+
+/// Runs the lab's program and returns what it said.
+async fn lab(args: Vec<String>) -> std::process::Output {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_ab"));
+    command.args(args);
+    tokio::task::spawn_blocking(move || command.output()).await.expect("no panic").expect("it runs")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recorded_requests_are_asked_again_and_held_against_the_first_cell() {
+    // Neither server repeats itself by accident; what is right nobody has recorded.
+    let workload = workload(30);
+    let healthy = serve(&workload, |_| Mischief::None).await;
+    let bad =
+        serve(&workload, |n| if n % 10 == 3 { Mischief::Change } else { Mischief::None }).await;
+    let dir = std::env::temp_dir().join(format!("ab-replay-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).expect("a folder");
+    let log: String = workload
+        .all(SEED)
+        .map(|ask| json!({"session": ask.session, "body": ask.body}).to_string() + "\n")
+        .collect();
+    std::fs::write(dir.join("log.jsonl"), &log).expect("a log");
+    let plan = format!(
+        "same_answers = true\n[workload]\nkind = \"replay\"\nrequests = \"log.jsonl\"\n\
+         burst = {{ size = 10, every_ms = 20 }}\n[[factor]]\nname = \"host\"\nlevels = [\
+         {{ name = \"good\", url = \"{healthy}\" }}, {{ name = \"bad\", url = \"{bad}\" }}]\n"
+    );
+    let (path, out) = (dir.join("plan.in.toml"), dir.join("out"));
+    std::fs::write(&path, plan).expect("a plan");
+    let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    let (path, shown) = (path.display().to_string(), out.display().to_string());
+    let output = lab(words(&["run", &path, "--out", &shown])).await;
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    let asked = workload.all(SEED).count();
+    // Each tenth from the fourth on.
+    let changed = (asked + 6) / 10;
+    assert!(said.contains(&format!("figure ab.judged {} answers", 2 * asked)), "{said}");
+    assert!(said.contains(&format!("figure ab.corrupted {changed} answers")), "{said}");
+    assert!(said.contains(&format!("differs {changed}")), "{said}");
+    // The folder has all that is needed to do it again: plan, requests and lines.
+    std::fs::remove_file(dir.join("log.jsonl")).expect("a log");
+    let kept = out.join("plan.toml").display().to_string();
+    let requests = lab(words(&["requests", &kept])).await;
+    let bodies: String = workload.all(SEED).map(|ask| ask.body.to_string() + "\n").collect();
+    assert!(String::from_utf8_lossy(&requests.stdout) == bodies, "other requests");
+    let again = lab(words(&["report", &shown])).await;
+    let table = |text: &str| text.split_once("| cell").map(|(_, table)| table.to_owned());
+    assert_eq!(table(&String::from_utf8_lossy(&again.stdout)), table(&said));
+    std::fs::remove_dir_all(&dir).expect("the test's own folder");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_log_that_cannot_be_replayed_is_named_with_its_line() {
+    let dir = std::env::temp_dir().join(format!("ab-log-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).expect("a folder");
+    let path = dir.join("plan.toml");
+    let plan = "[workload]\nkind = \"replay\"\nrequests = \"log.jsonl\"\n[[factor]]\n\
+        name = \"a\"\nlevels = [{ name = \"b\" }, { name = \"c\" }]\n";
+    std::fs::write(&path, plan).expect("a plan");
+    for (log, part) in [
+        (None, "log.jsonl: No such file"),
+        (Some("{\"messages\": [{}]}\n{\"prompt\": \"x\"}\n"), "log.jsonl: line 2: neither"),
+        (Some("\n"), "log.jsonl: no request in it"),
+    ] {
+        if let Some(log) = log {
+            std::fs::write(dir.join("log.jsonl"), log).expect("a log");
+        }
+        let out = dir.join("out");
+        let words = ["run", &path.display().to_string(), "--out", &out.display().to_string()];
+        let output = lab(words.iter().map(|word| (*word).to_owned()).collect()).await;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains(part), "{part:?} is not in {said:?}");
+        assert!(!out.exists(), "nothing was begun");
+    }
+    std::fs::remove_dir_all(&dir).expect("the test's own folder");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bursts_come_whether_or_not_the_one_before_was_answered() {
+    let burst = Burst { size: 5, every_ms: 100 };
+    let workload = Workload { burst: Some(burst), turns: 1, ..workload(15) };
+    // The first ones hang until they are given up.
+    let fault = |number| if number < 5 { Mischief::Hang } else { Mischief::None };
+    let lines = lines(&workload, fault, Duration::from_secs(2)).await;
+    let tally = Tally::new(&lines, None);
+    // Five of eight clients wait for nothing, and the others ask what is left.
+    assert_eq!((tally.lost, tally.right + 5), (5, tally.requests));
+    assert!(
+        lines.iter().filter(|line| line.session >= 5).all(|line| line.verdict == Verdict::Right)
+    );
 }
 
 #[test]

@@ -176,6 +176,177 @@ structs! {
         scale: f32,
         reserved: u32,
     }
+    struct Matrix {
+        data: u64,
+        scales: u64,
+        rows: u32,
+        cols: u32,
+        format: u32,
+        rounded: u32,
+    }
+    struct ExactEmbedArgs {
+        ids: u64,
+        out: u64,
+        table: Matrix,
+        tokens: u32,
+        reserved: u32,
+    }
+    struct ExactHyperArgs {
+        streams: u64,
+        base: u64,
+        scale: u64,
+        post: u64,
+        comb: u64,
+        y: u64,
+        maps: Matrix,
+        hc_eps: f32,
+        norm_eps: f32,
+        iters: u32,
+        rounding: u32,
+        tokens: u32,
+        hidden: u32,
+    }
+    struct ExactHyperPostArgs {
+        streams: u64,
+        out: u64,
+        post: u64,
+        comb: u64,
+        tokens: u32,
+        hidden: u32,
+        rounding: u32,
+        reserved: u32,
+    }
+    struct ExactNormArgs {
+        x: u64,
+        weight: u64,
+        y: u64,
+        groups: u32,
+        dim: u32,
+        eps: f32,
+        rounding: u32,
+    }
+    struct ExactQuantArgs {
+        x: u64,
+        y: u64,
+        rows: u32,
+        cols: u32,
+        part: u32,
+        reserved: u32,
+    }
+    struct ExactLinearArgs {
+        x: u64,
+        y: u64,
+        weight: Matrix,
+        tokens: u32,
+        groups: u32,
+        rounding: u32,
+        reserved: u32,
+    }
+    struct ExactRopeArgs {
+        x: u64,
+        table: u64,
+        heads: u32,
+        heads_per_row: u32,
+        dim: u32,
+        inverse: u32,
+        rounding: u32,
+        reserved: u32,
+    }
+    struct ExactQueryArgs {
+        q: u64,
+        table: u64,
+        heads: u32,
+        heads_per_row: u32,
+        kind: u32,
+        reserved: u32,
+    }
+    struct ExactRowsArgs {
+        rows: u64,
+        targets: u64,
+        cache: Cache,
+        format: u32,
+        count: u32,
+    }
+    struct ExactCompressArgs {
+        kv: u64,
+        gate: u64,
+        ape: u64,
+        carry: u64,
+        seqs: u64,
+        rows: u64,
+        count: u32,
+        dim: u32,
+        rounding: u32,
+        reserved: u32,
+    }
+    struct ExactToken {
+        position: u32,
+        window_first: u32,
+        window_at: u32,
+        rows_at: u32,
+    }
+    struct ExactScoreArgs {
+        q: u64,
+        w: u64,
+        tokens: u64,
+        pages: u64,
+        scores: u64,
+        keys: Cache,
+        format: u32,
+        count: u32,
+        heads: u32,
+        stride: u32,
+    }
+    struct ExactAttendArgs {
+        q: u64,
+        tokens: u64,
+        pages: u64,
+        selected: u64,
+        sinks: u64,
+        terms: u64,
+        out: u64,
+        window: Cache,
+        rows: Cache,
+        window_format: u32,
+        rows_format: u32,
+        count: u32,
+        heads: u32,
+        window_tokens: u32,
+        ratio: u32,
+        top_k: u32,
+        terms_stride: u32,
+        scale: f32,
+        rounding: u32,
+    }
+    struct ExactRouteArgs {
+        logits: u64,
+        bias: u64,
+        table: u64,
+        ids: u64,
+        experts: u64,
+        weights: u64,
+        tokens: u32,
+        count: u32,
+        k: u32,
+        scale: f32,
+    }
+    struct ExactMoeArgs {
+        x: u64,
+        experts: u64,
+        weights: u64,
+        matrices: u64,
+        inner: u64,
+        out: u64,
+        y: u64,
+        tokens: u32,
+        k: u32,
+        hidden: u32,
+        width: u32,
+        count: u32,
+        limit: f32,
+        rounding: u32,
+        reserved: u32,
+    }
 }
 
 #[cfg(test)]

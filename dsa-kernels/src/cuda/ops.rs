@@ -24,12 +24,16 @@ use crate::ops::{PagedCache, Rounding, RowFormat};
 /// One past the largest count of pages or rows that a kernel addresses.
 const COUNT_END: u64 = 1 << 31;
 
-fn holds(op: &'static str, condition: bool, what: &'static str) -> Result<(), KernelError> {
+pub(super) fn holds(
+    op: &'static str,
+    condition: bool,
+    what: &'static str,
+) -> Result<(), KernelError> {
     if condition { Ok(()) } else { Err(KernelError::Argument { op, what }) }
 }
 
 /// Address of a range of at least `bytes` bytes that the device reaches, aligned to `align`.
-fn address(
+pub(super) fn address(
     op: &'static str,
     what: &'static str,
     slice: &MemSlice,
@@ -61,7 +65,7 @@ fn address_if(
 }
 
 /// A cache in device memory as kernels see it; pages that are not wholly inside do not exist.
-fn cache_of(
+pub(super) fn cache_of(
     op: &'static str,
     cache: &PagedCache<'_>,
     formats: &[RowFormat],
@@ -85,7 +89,7 @@ fn cache_of(
     })
 }
 
-fn rounding_code(rounding: Rounding) -> u32 {
+pub(super) fn rounding_code(rounding: Rounding) -> u32 {
     match rounding {
         Rounding::None => 0,
         Rounding::Bf16 => 1,

@@ -3,6 +3,7 @@
 
 mod attend;
 mod device;
+mod exact;
 mod index;
 mod ordering;
 mod pages;
@@ -19,7 +20,7 @@ const STREAM: StreamId = StreamId(0);
 const POISON: u8 = 0xff;
 
 struct Gpu {
-    kernels: CudaKernels,
+    kernels: Arc<CudaKernels>,
     seed: u64,
 }
 
@@ -44,7 +45,7 @@ fn gpu(test: &str) -> Option<&'static Gpu> {
         };
         let kernels = CudaKernels::load(device, &folder()).unwrap();
         let seed = std::env::var("DSA_SEED").ok().and_then(|text| text.parse().ok());
-        Some(Gpu { kernels, seed: seed.unwrap_or(1) })
+        Some(Gpu { kernels: Arc::new(kernels), seed: seed.unwrap_or(1) })
     });
     if gpu.is_none() {
         println!("{test}: skipped, no GPU");

@@ -145,6 +145,11 @@ impl Process {
         }
     }
 
+    /// Its number.
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// SIGTERM.
     pub(crate) fn terminate(&self) {
         self.signal(Signal::TERM);

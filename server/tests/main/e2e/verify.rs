@@ -9,8 +9,10 @@ use dsa_kernels::Mem;
 use dsv4_server::audit::{Finding, How, Wish, WorkerAudit};
 use dsv4_server::engine::{Engine as _, FailureKind};
 use dsv4_server::node::NodeOptions;
+use hicache::store::format::{MAGIC, OBJECT_ALIGN};
 use kv_pool::{CacheKind, Geometry, PageRef, PoolKind};
 use serde_json::{Value, json};
+use std::os::unix::fs::FileExt as _;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -323,4 +325,82 @@ async fn page_damaged_at_the_prefill_worker_is_never_believed_by_its_peer() {
     // Damaged again, and not audited: what is offered carries the tag of what was sealed.
     let clean = audit(&workers).await;
     assert_eq!(clean.iter().map(WorkerAudit::wrong).sum::<u64>(), 0, "{clean:?}");
+}
+
+/// Where the payloads of host objects are in a process, by the headers before them.
+fn objects_in(pid: u32) -> Vec<u64> {
+    const LONGEST: u64 = 1 << 30;
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("its memory");
+    let memory = std::fs::File::open(format!("/proc/{pid}/mem")).expect("its memory");
+    let mut found = Vec::new();
+    for line in maps.lines().filter(|line| line.contains(" rw-p ")) {
+        let range = line.split(' ').next().and_then(|range| range.split_once('-'));
+        let (from, to) = range.expect("an address range");
+        let address = |text| u64::from_str_radix(text, 16).expect("an address");
+        let (from, to) = (address(from), address(to));
+        let mut bytes = vec![0; (to - from).min(LONGEST) as usize];
+        // What is not there any more has no object.
+        if memory.read_exact_at(&mut bytes, from).is_err() {
+            continue;
+        }
+        for (number, block) in bytes.chunks_exact(OBJECT_ALIGN).enumerate() {
+            if block[..8] == MAGIC {
+                let header = u32::from_le_bytes([block[12], block[13], block[14], block[15]]);
+                found.push(from + (number * OBJECT_ALIGN) as u64 + u64::from(header));
+            }
+        }
+    }
+    found
+}
+
+/// As memory that forgets a bit: the process has nothing to do with it.
+#[tokio::test]
+async fn flipped_bit_of_an_object_in_host_memory_of_a_live_process_is_found_and_named() {
+    const FLAGS: &str = "--hicache-size 0.2 --context-length 1536 --max-running-requests 2 \
+        --kv-memory-mib 7 --chunked-prefill-size 256";
+    let mut server = Server::worker("null", FLAGS);
+    server.process.expect_error("are not what was computed");
+    let ids = talk(3, 700);
+    let (right, _) = ask(&server.url, &ids).await;
+    let host = sound_once(&server.url, |host| host["there"].as_u64() >= Some(3)).await;
+    assert_eq!(host["there"], host["checked"]);
+    let objects = objects_in(server.process.id());
+    assert_eq!(objects.len() as u64, host["there"].as_u64().expect("a count"));
+    let path = format!("/proc/{}/mem", server.process.id());
+    let memory = std::fs::File::options().read(true).write(true).open(path).expect("its memory");
+    for &object in &objects {
+        let mut byte = [0];
+        memory.read_exact_at(&mut byte, object).expect("its memory");
+        byte[0] ^= 1;
+        memory.write_all_at(&byte, object).expect("its memory");
+    }
+    let (code, out, _) = verify(&server.url, &["--json"]);
+    let answer: Value = serde_json::from_str(&out).expect("JSON");
+    assert_eq!(code, Some(1), "{out}");
+    assert_eq!(answer["mismatches"], objects.len());
+    let findings = answer["workers"][0]["mismatches"].as_array().expect("a list").clone();
+    for finding in &findings {
+        assert_eq!(finding["found_by"], "host", "{finding}");
+        assert!(finding["layer"].is_u64() && finding["page_no"].is_u64(), "{finding}");
+        let holder = finding["held_by"][0].as_str().expect("a holder");
+        assert!(holder.starts_with("object ") && holder.ends_with(" in host memory"), "{holder}");
+    }
+    let log = server.process.logged("are not what was computed");
+    assert!(log.contains("in host memory"), "{log}");
+    // They are given up: others take the device's pages, and the prompt is computed again.
+    for number in 10..22 {
+        ask(&server.url, &talk(number, 900)).await;
+    }
+    let (after, cached) = ask(&server.url, &ids).await;
+    assert_eq!((after, cached), (right, 0));
+    sound(&server.url);
+}
+
+/// The host tier's part of an audit that found nothing wrong, once it fits.
+async fn sound_once(url: &str, fits: impl Fn(&Value) -> bool) -> Value {
+    eventually("the audit fits", async || {
+        let host = sound(url)["host"].clone();
+        fits(&host).then_some(host)
+    })
+    .await
 }
