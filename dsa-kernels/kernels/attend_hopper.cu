@@ -29,19 +29,15 @@
 
 #if HAS_WGMMA
 
-// 256 threads; all loads of a half are under way before the first is stored.
-DEVICE void load_queries(const AttendArgs &a, u8 *shared, u32 token, u32 first_head, u32 t) {
+// All threads, before anything else that has to be waited for: the copies are on their way while rows
+// are looked up.
+DEVICE void ask_for_queries(const AttendArgs &a, u8 *shared, u32 token, u32 first_head, u32 t) {
   const uint4 *from = at<uint4>(a.q + 2 * ((u64)token * a.heads + first_head) * WIDTH);
 #pragma unroll
-  for (u32 half = 0; half < 2; half++) {
-    uint4 v[8];
-#pragma unroll
-    for (u32 i = 0; i < 8; i++) v[i] = load(from + (8 * half + i) * 256 + t);
-#pragma unroll
-    for (u32 i = 0; i < 8; i++) {
-      u32 n = (8 * half + i) * 256 + t, head = n / 64, column = n % 64;
-      *reinterpret_cast<uint4 *>(shared + AT_QUERY + (column / 8) * COLUMN_BYTES + swizzled(head, 16 * (column & 7))) = v[i];
-    }
+  for (u32 i = 0; i < HEADS * WIDTH / 8 / THREADS; i++) {
+    u32 n = i * THREADS + t, head = n / 64, column = n % 64;
+    u32 to = shared_address(shared + AT_QUERY) + (column / 8) * COLUMN_BYTES + swizzled(head, 16 * (column & 7));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + n) : "memory");
   }
 }
 
@@ -257,19 +253,23 @@ DEVICE void leave(u8 *shared, const f32 (&values)[2][64], Softmax &soft, u32 gro
 template <u32 RUNS> DEVICE void attend(const AttendArgs &a) {
   extern __shared__ u8 raw_shared[];
   u8 *shared = raw_shared + ((1024u - (shared_address(raw_shared) & 1023u)) & 1023u);
-  u64 *half_full = reinterpret_cast<u64 *>(shared + AT_BARRIERS), *full = half_full + STAGES, *empty = full + STAGES;
+  u64 *half_full = reinterpret_cast<u64 *>(shared + AT_BARRIERS), *full = half_full + STAGES, *empty = full + STAGES,
+      *queries = empty + STAGES;
   u32 t = threadIdx.x, rank = cluster_rank(), token = blockIdx.y, first_head = blockIdx.z * HEADS;
   if (t == 0) {
     for (u32 i = 0; i < STAGES; i++)
       barrier_init(&half_full[i], PRODUCERS), barrier_init(&full[i], PRODUCERS), barrier_init(&empty[i], 2);
+    barrier_init(queries, THREADS);
     barrier_fence();
   }
   __syncthreads();
   wait_for_former();
+  ask_for_queries(a, shared, token, first_head, t);
   Listed ahead = listed_ahead<RUNS>(a, token, BLOCK, rank, t);
   Rows rows = rows_of(a, token);
   Run run = run_of<RUNS>(rows, BLOCK, rank);
   find_rows(a, rows, run, shared, run.first, t, THREADS, ahead);
+  arrive_after_copies(queries);
   __syncthreads();
   if (t >= 256) {
     // 256 x 80 + 256 x 176 registers are the 512 x 128 of the launch.
@@ -279,12 +279,11 @@ template <u32 RUNS> DEVICE void attend(const AttendArgs &a) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 176;");
     u32 group = uniform(t / 128);
     Softmax soft = {{-INFINITY, -INFINITY}, {0, 0}};
-    if (run.first < run.last) load_queries(a, shared, token, first_head, t);
     f32 values[2][64];
 #pragma unroll
     for (int i = 0; i < 128; i++) values[i / 64][i & 63] = 0;
+    barrier_wait(queries, 0);
     fence_async();
-    named_barrier(1, 256);
     for (u32 block = run.first; block < run.last; block++) {
       u32 n = block - run.first, stage = n % STAGES;
       multiply(a, shared, stage, (n / STAGES) & 1, values, soft, group, t);

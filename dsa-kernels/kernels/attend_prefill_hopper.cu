@@ -5,7 +5,8 @@
 // terms of the softmax; two multiply terms with values, half of the columns each; of the last, two
 // warps copy rows and one looks up which. All of them go round a ring of three tiles: a query's heads
 // are a tile like its rows, so that the next query's are there when the last terms of the former are
-// still on their way to the sums.
+// still on their way to the sums. All memory and all registers of a multiprocessor are used: of the
+// queries two column blocks of eight stay in shared memory.
 #include "attend.cuh"
 #include "wgmma.cuh"
 
@@ -25,12 +26,11 @@
 
 #define AT_QUERY (STAGES * TILE_BYTES)  // the other column blocks of the queries
 #define AT_TERMS (AT_QUERY + (8u - QUERY_BLOCKS) * COLUMN_BYTES)
-#define AT_FACTORS (AT_TERMS + TERM_STAGES * TERM_BYTES)   // [TERM_STAGES][HEADS]
-#define AT_SHARES (AT_FACTORS + TERM_STAGES * HEADS * 4u)  // [TERM_STAGES][HEADS]
-#define AT_GROWN (AT_SHARES + TERM_STAGES * HEADS * 4u)    // [TERM_STAGES][4]
-#define AT_TILES (AT_GROWN + TERM_STAGES * 16u)            // [STAGES] of Tile
-#define AT_FOUND_TILES (AT_TILES + STAGES * 16u)           // [FOUND] of Tile
-#define AT_FOUND_ROWS (AT_FOUND_TILES + FOUND * 16u)       // [FOUND][BLOCK]
+#define AT_FACTORS (AT_TERMS + TERM_STAGES * TERM_BYTES)  // [TERM_STAGES][HEADS]
+#define AT_GROWN (AT_FACTORS + TERM_STAGES * HEADS * 4u)  // [TERM_STAGES][4]
+#define AT_TILES (AT_GROWN + TERM_STAGES * 16u)           // [STAGES] of Tile
+#define AT_FOUND_TILES (AT_TILES + STAGES * 16u)          // [FOUND] of Tile
+#define AT_FOUND_ROWS (AT_FOUND_TILES + FOUND * 16u)      // [FOUND][BLOCK]
 #define AT_BARRIERS (AT_FOUND_ROWS + FOUND * BLOCK * 4u)
 #define SHARED_USED (AT_BARRIERS + sizeof(Barriers))
 
@@ -46,24 +46,14 @@ struct Tile {
 };
 
 struct Barriers {
-  u64 full[STAGES];   // rows are there
-  u64 empty[STAGES][2];  // half of them has been used
-  u64 terms[TERM_STAGES];  // terms are there
-  u64 used[TERM_STAGES];   // they have been used
+  u64 full[STAGES];            // rows are there
+  u64 empty[STAGES];           // they have been used
+  u64 terms[TERM_STAGES];      // terms are there
+  u64 used[TERM_STAGES];       // they have been used
   u64 query_full, query_used;  // the columns of a query that are not in registers
-  u64 found[FOUND];   // rows of a tile are known
-  u64 taken[FOUND];   // they have been read
+  u64 found[FOUND];            // rows of a tile are known
+  u64 taken[FOUND];            // they have been read
 };
-
-// Waits mostly asleep: the other warps have better use for the issue slots and the power.
-DEVICE void sleep_until(u64 *b, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nLOOP_%=:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1, %2;\n"
-      "@p bra DONE_%=;\nbra LOOP_%=;\nDONE_%=:\n}" ::"r"(shared_address(b)),
-      "r"(parity), "r"(1000000)
-      : "memory");
-}
 
 DEVICE Barriers *barriers_in(u8 *shared) { return reinterpret_cast<Barriers *>(shared + AT_BARRIERS); }
 
@@ -188,7 +178,7 @@ DEVICE void find_rows(const AttendArgs &a, u8 *shared, u32 lane) {
       Candidate one = candidate(a, rows, entry, near), two = candidate(a, rows, entry + 32, far);
       u32 page_one = one.page ? load(one.page) : 0, page_two = two.page ? load(two.page) : 0;
       bool has_one = page_one < one.pages, has_two = page_two < two.pages;
-      sleep_until(&barriers->taken[ring.at], ring.parity ^ 1);
+      barrier_wait(&barriers->taken[ring.at], ring.parity ^ 1);
       u32 *found = reinterpret_cast<u32 *>(shared + AT_FOUND_ROWS) + ring.at * BLOCK;
       // The eight rows of a copying thread lie together.
       u32 place = 8 * (lane & 7) + lane / 8;
@@ -209,11 +199,6 @@ DEVICE void copy16(u32 to, const u8 *from, u32 bytes, u64 policy) {
                "r"(bytes), "l"(policy)
                : "memory");
 }
-// Arrives once the thread's copies are there; the barrier counts it from the start.
-DEVICE void arrive_after_copies(u64 *b) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
-}
-
 // A thread's vector of a row in column blocks FIRST to END.
 template <u32 FIRST, u32 END> DEVICE void copy_row(u32 to, const u8 *from, u32 bytes, u64 policy) {
 #pragma unroll
@@ -234,8 +219,7 @@ DEVICE void copy_rows(const AttendArgs &a, u8 *shared, u32 t) {
 #pragma unroll 1
   for (u32 item = blockIdx.x; item < item_count(a); item += gridDim.x) {
     Item work = item_at(a, item);
-    sleep_until(&barriers->empty[ring.at][0], ring.parity ^ 1);
-    sleep_until(&barriers->empty[ring.at][1], ring.parity ^ 1);
+    barrier_wait(&barriers->empty[ring.at], ring.parity ^ 1);
     const u8 *query = query_of(a, work) + row * ROW_BYTES + column;
 #pragma unroll 1
     for (u32 i = 0; i < 8; i++)
@@ -244,24 +228,25 @@ DEVICE void copy_rows(const AttendArgs &a, u8 *shared, u32 t) {
     if (t == 0) barrier_arrive(&barriers->full[ring.at]);
     ring.next();
     // The next tile's place becomes free later than this.
-    sleep_until(&barriers->query_used, parity ^ 1);
+    barrier_wait(&barriers->query_used, parity ^ 1);
 #pragma unroll 1
     for (u32 i = 0; i < 8; i++)
-      copy_row<QUERY_BLOCKS, 8>(to + AT_QUERY - QUERY_BLOCKS * COLUMN_BYTES + 1024 * i, query + 8 * ROW_BYTES * i, 16, drop);
+      copy_row<QUERY_BLOCKS, 8>(to + AT_QUERY - QUERY_BLOCKS * COLUMN_BYTES + 1024 * i, query + 8 * ROW_BYTES * i, 16,
+                                drop);
     arrive_after_copies(&barriers->query_full);
     parity ^= 1;
     Tile tile;
     do {
-      sleep_until(&barriers->found[found.at], found.parity);
+      barrier_wait(&barriers->found[found.at], found.parity);
       tile = reinterpret_cast<const Tile *>(shared + AT_FOUND_TILES)[found.at];
       const uint4 *rows = reinterpret_cast<const uint4 *>(shared + AT_FOUND_ROWS) + (found.at * BLOCK + 8 * row) / 4;
       uint4 low = rows[0], high = rows[1];
       __syncwarp();
       if ((t & 31) == 0) barrier_arrive(&barriers->taken[found.at]);
       u32 n[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      barrier_wait(&barriers->empty[ring.at], ring.parity ^ 1);
 #pragma unroll
       for (u32 i = 0; i < 8; i++) {
-        if (i % 4 == 0) sleep_until(&barriers->empty[ring.at][i / 4], ring.parity ^ 1);
         const u8 *from = at<u8>(a.expanded) + (u64)(n[i] == NO_ROW ? 0 : n[i]) * ROW_BYTES + column;
         copy_row<0, 8>(to + ring.at * TILE_BYTES + 1024 * i, from, n[i] == NO_ROW ? 0 : 16, keep);
       }
@@ -278,43 +263,31 @@ DEVICE void copy_rows(const AttendArgs &a, u8 *shared, u32 t) {
 
 // ---- scores and terms ----
 
-// Of the two heads of a thread: the maximum that is subtracted, in units of score * scale * log2(e),
-// and its part of the sum.
-struct Softmax {
-  f32 base[2], sum[2];
-};
-
 // Address for matrix instructions: rows 16 warp to 16 warp + 15 and two vectors of a 64 x 64 block.
 DEVICE u32 matrix_address(u32 block, u32 warp, u32 lane, u32 vector) {
   return block + swizzled(16 * warp + (lane & 15), 16 * vector + 16 * (lane / 16));
 }
 
 DEVICE void matrix_store4(u32 address, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
-               "r"(d)
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
                : "memory");
 }
 
-// The sink is a term without a value; one of the four threads of a head has it. A maximum is finite.
-DEVICE void begin(const AttendArgs &a, Softmax &soft, u32 head, u32 lane) {
-#pragma unroll
-  for (u32 half = 0; half < 2; half++) {
-    f32 sink = load(at<f32>(a.sinks) + head + 8 * half) * LOG2E;
-    soft.base[half] = sink < -1e30f ? -1e30f : sink;
-    soft.sum[half] = (lane & 3) == 0 ? fast_exp2(sink - soft.base[half]) : 0;
-  }
-}
+// What is subtracted from the scores of a head, in units of score * scale * log2(e): the sink at first.
+DEVICE f32 first_base(f32 sink) { return sink < -1e30f ? -1e30f : sink; }
+DEVICE f32 sink_of(const AttendArgs &a, u32 head) { return load(at<f32>(a.sinks) + head) * LOG2E; }
 
 // The next tile of the ring is a query's heads, of which most columns go into registers.
 DEVICE void take_queries(u32 (&q)[4 * QUERY_BLOCKS][4], u8 *shared, Ring<STAGES> &ring, u32 start, u32 warp, u32 lane) {
   Barriers *barriers = barriers_in(shared);
-  sleep_until(&barriers->full[ring.at], ring.parity);
+  barrier_wait(&barriers->full[ring.at], ring.parity);
 #pragma unroll
   for (u32 k = 0; k < 4 * QUERY_BLOCKS; k++)
     matrix_load4(q[k], matrix_address(start + ring.at * TILE_BYTES + (k / 4) * COLUMN_BYTES, warp, lane, 2 * (k & 3)));
   __syncwarp();
   // For both groups of the values, which pass the tile over.
-  if (lane < 4) barrier_arrive(&barriers->empty[ring.at][lane & 1]);
+  if (lane < 2) barrier_arrive(&barriers->empty[ring.at]);
   ring.next();
 }
 
@@ -350,11 +323,11 @@ DEVICE void mask(f32 (&s)[32], const Tile &tile, u32 lane) {
 
 // Raises maxima that are exceeded by too much, which is rare; the groups that have the sums of values
 // are told.
-DEVICE void raise(const f32 (&s)[32], Softmax &soft, u8 *shared, u32 term, f32 scale, u32 warp, u32 lane) {
+DEVICE void raise(const f32 (&s)[32], f32 (&base)[2], u8 *shared, u32 term, f32 scale, u32 warp, u32 lane) {
   f32 most[2] = {s[0], s[2]};
 #pragma unroll
   for (u32 i = 0; i < 32; i++) most[(i >> 1) & 1] = fmaxf(most[(i >> 1) & 1], s[i]);
-  bool grows = most[0] * scale > soft.base[0] + HEADROOM || most[1] * scale > soft.base[1] + HEADROOM;
+  bool grows = most[0] * scale > base[0] + HEADROOM || most[1] * scale > base[1] + HEADROOM;
   u32 any = __any_sync(~0u, grows);
   if (elected()) reinterpret_cast<u32 *>(shared + AT_GROWN)[4 * term + warp] = any;
   if (!any) return;
@@ -363,37 +336,24 @@ DEVICE void raise(const f32 (&s)[32], Softmax &soft, u8 *shared, u32 term, f32 s
   for (u32 half = 0; half < 2; half++) {
     f32 top = fmaxf(most[half], __shfl_xor_sync(~0u, most[half], 1));
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * scale;
-    f32 base = top > soft.base[half] + HEADROOM ? top : soft.base[half], factor = fast_exp2(soft.base[half] - base);
-    soft.base[half] = base, soft.sum[half] *= factor;
-    if ((lane & 3) == 0) factors[8 * half] = factor;
+    f32 raised = top > base[half] + HEADROOM ? top : base[half];
+    if ((lane & 3) == 0) factors[8 * half] = fast_exp2(base[half] - raised);
+    base[half] = raised;
   }
 }
 
 // Terms of the softmax, as BF16 into shared memory.
-DEVICE void weigh(const f32 (&s)[32], Softmax &soft, u32 terms, f32 scale) {
+DEVICE void weigh(const f32 (&s)[32], const f32 (&base)[2], u32 terms, f32 scale) {
 #pragma unroll
   for (u32 j = 0; j < 4; j++) {
     u32 packed[4];
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
-      f32 base = -soft.base[i & 1];
-      f32 e0 = fast_exp2(fmaf(s[8 * j + 2 * i], scale, base)), e1 = fast_exp2(fmaf(s[8 * j + 2 * i + 1], scale, base));
+      f32 e0 = fast_exp2(fmaf(s[8 * j + 2 * i], scale, -base[i & 1]));
+      f32 e1 = fast_exp2(fmaf(s[8 * j + 2 * i + 1], scale, -base[i & 1]));
       packed[i] = pack_bf16(e0, e1);
-      soft.sum[i & 1] += e0 + e1;
     }
     matrix_store4(terms ^ (32 * j), packed[0], packed[1], packed[2], packed[3]);
-  }
-}
-
-// What each head's sum of values is to be multiplied with.
-DEVICE void finish(Softmax &soft, u8 *shared, u32 stage, u32 warp, u32 lane) {
-  f32 *shares = reinterpret_cast<f32 *>(shared + AT_SHARES) + stage * HEADS + 16 * warp + lane / 4;
-#pragma unroll
-  for (u32 half = 0; half < 2; half++) {
-    f32 sum = soft.sum[half];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    if ((lane & 3) == 0) shares[8 * half] = divide(1.0f, sum);
   }
 }
 
@@ -408,15 +368,15 @@ DEVICE void make_terms(const AttendArgs &a, u8 *shared, u32 t) {
   u32 q[4 * QUERY_BLOCKS][4];
 #pragma unroll 1
   for (u32 item = blockIdx.x; item < item_count(a); item += gridDim.x) {
-    Softmax soft;
-    begin(a, soft, item_at(a, item).first_head + 16 * warp + lane / 4, lane);
+    u32 head = item_at(a, item).first_head + 16 * warp + lane / 4;
+    f32 base[2] = {first_base(sink_of(a, head)), first_base(sink_of(a, head + 8))};
     take_queries(q, shared, ring, start, warp, lane);
-    sleep_until(&barriers->query_full, parity);
+    barrier_wait(&barriers->query_full, parity);
     parity ^= 1;
     Tile tile;
     bool pending = false;
     do {
-      sleep_until(&barriers->full[ring.at], ring.parity);
+      barrier_wait(&barriers->full[ring.at], ring.parity);
       fence_async();
       tile = reinterpret_cast<const Tile *>(shared + AT_TILES)[ring.at];
       f32 s[32];
@@ -424,10 +384,9 @@ DEVICE void make_terms(const AttendArgs &a, u8 *shared, u32 t) {
       if (tile.is_last && elected()) barrier_arrive(&barriers->query_used);
       ring.next();
       mask(s, tile, lane);
-      sleep_until(&barriers->used[term.at], term.parity ^ 1);
-      raise(s, soft, shared, term.at, scale, warp, lane);
-      weigh(s, soft, places + term.at * TERM_BYTES, scale);
-      if (tile.is_last) finish(soft, shared, term.at, warp, lane);
+      barrier_wait(&barriers->used[term.at], term.parity ^ 1);
+      raise(s, base, shared, term.at, scale, warp, lane);
+      weigh(s, base, places + term.at * TERM_BYTES, scale);
       fence_async();
       __syncwarp();
       pending = !tile.is_last;
@@ -444,8 +403,8 @@ DEVICE void store_stream(u8 *to, u32 x, u32 y) {
 }
 
 // Sums to BF16. Two neighbours exchange, so that four threads write 32 bytes of a row.
-DEVICE void write_out(const AttendArgs &a, const f32 (&values)[2][64], const f32 (&share)[2], const Item &work, u32 head,
-                      u32 group, u32 lane) {
+DEVICE void write_out(const AttendArgs &a, const f32 (&values)[2][64], const f32 (&share)[2], const Item &work,
+                      u32 head, u32 group, u32 lane) {
   bool odd = lane & 1;
   u32 column = 256 * group + 2 * (lane & 3) + (odd ? 6 : 0);
 #pragma unroll
@@ -462,8 +421,20 @@ DEVICE void write_out(const AttendArgs &a, const f32 (&values)[2][64], const f32
   }
 }
 
-// Terms times half of the columns. The first half of the rows is passed on before the second is done.
-DEVICE void multiply(f32 (&values)[2][64], u32 term, u32 half_tile, bool first, u64 *empty) {
+// The thread's part of the sums of terms, as they were rounded: the largest is not 1 here, and must not
+// bring an error of its own.
+DEVICE void add_terms(f32 (&sum)[2], u32 terms, u32 warp, u32 lane) {
+#pragma unroll
+  for (u32 j = 0; j < 4; j++) {
+    u32 packed[4];
+    matrix_load4(packed, matrix_address(terms, warp, lane, 2 * j));
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) sum[i & 1] += from_bits(packed[i] << 16) + from_bits(packed[i] & 0xffff0000u);
+  }
+}
+
+// Terms times half of the columns.
+DEVICE void multiply(f32 (&values)[2][64], f32 (&sum)[2], u32 term, u32 half_tile, bool first, u32 warp, u32 lane) {
   u64 terms = tile_descriptor(term, 16), columns = tile_descriptor(half_tile, COLUMN_BYTES);
   fence_async();
   wgmma_fence();
@@ -473,13 +444,22 @@ DEVICE void multiply(f32 (&values)[2][64], u32 term, u32 half_tile, bool first, 
     for (u32 part = 0; part < 2; part++)
       wgmma_bf16_n128_rows(values[part], descriptor_at(terms, 32 * k),
                            descriptor_at(columns, 2 * part * COLUMN_BYTES + k * 16 * 128), k > 0 || !first);
-    if (k & 1) wgmma_commit();
   }
-  wgmma_wait_former();
-  if (elected()) barrier_arrive(&empty[0]);
+  wgmma_commit();
+  add_terms(sum, term, warp, lane);
   wgmma_wait();
   pin(values[0]);
   pin(values[1]);
+}
+
+// Scales anew what has been summed, where the maximum was raised.
+DEVICE void follow(f32 (&values)[2][64], f32 (&sum)[2], const u8 *shared, u32 term, u32 warp, u32 lane) {
+  if (!reinterpret_cast<const u32 *>(shared + AT_GROWN)[4 * term + warp]) return;
+  const f32 *factors = reinterpret_cast<const f32 *>(shared + AT_FACTORS) + term * HEADS + 16 * warp + lane / 4;
+  f32 factor[2] = {factors[0], factors[8]};
+  sum[0] *= factor[0], sum[1] *= factor[1];
+#pragma unroll
+  for (u32 i = 0; i < 128; i++) values[i / 64][i & 63] *= factor[(i >> 1) & 1];
 }
 
 DEVICE void add_values(const AttendArgs &a, u8 *shared, u32 group, u32 t) {
@@ -488,31 +468,38 @@ DEVICE void add_values(const AttendArgs &a, u8 *shared, u32 group, u32 t) {
   Ring<TERM_STAGES> term = {0, 0};
   u32 lane = t & 31, warp = (t / 32) & 3, head = 16 * warp + lane / 4, start = uniform(shared_address(shared));
   f32 values[2][64];
+#pragma unroll
+  for (u32 i = 0; i < 128; i++) values[i / 64][i & 63] = 0;
 #pragma unroll 1
   for (u32 item = blockIdx.x; item < item_count(a); item += gridDim.x) {
+    Item work = item_at(a, item);
+    f32 sum[2];
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+      // The sink is a term without a value; one of the four threads of a head has it.
+      f32 sink = sink_of(a, work.first_head + head + 8 * half);
+      sum[half] = (lane & 3) == 0 ? fast_exp2(sink - first_base(sink)) : 0;
+    }
     ring.next();
     bool first = true, last;
-    f32 share[2];
     do {
-      sleep_until(&barriers->terms[term.at], term.parity);
-      if (!first && reinterpret_cast<const u32 *>(shared + AT_GROWN)[4 * term.at + warp]) {
-        const f32 *factors = reinterpret_cast<const f32 *>(shared + AT_FACTORS) + term.at * HEADS + head;
-        f32 factor[2] = {factors[0], factors[8]};
-#pragma unroll
-        for (u32 i = 0; i < 128; i++) values[i / 64][i & 63] *= factor[(i >> 1) & 1];
-      }
-      multiply(values, start + AT_TERMS + term.at * TERM_BYTES,
-               start + ring.at * TILE_BYTES + group * 4 * COLUMN_BYTES, first, barriers->empty[ring.at]);
+      barrier_wait(&barriers->terms[term.at], term.parity);
+      follow(values, sum, shared, term.at, warp, lane);
+      multiply(values, sum, start + AT_TERMS + term.at * TERM_BYTES,
+               start + ring.at * TILE_BYTES + group * 4 * COLUMN_BYTES, first, warp, lane);
       last = reinterpret_cast<const Tile *>(shared + AT_TILES)[ring.at].is_last;
-      const f32 *shares = reinterpret_cast<const f32 *>(shared + AT_SHARES) + term.at * HEADS + head;
-      if (last) share[0] = shares[0], share[1] = shares[8];
       __syncwarp();
-      if (elected()) barrier_arrive(&barriers->empty[ring.at][1]), barrier_arrive(&barriers->used[term.at]);
+      if (elected()) barrier_arrive(&barriers->empty[ring.at]), barrier_arrive(&barriers->used[term.at]);
       ring.next();
       term.next();
       first = false;
     } while (!last);
-    write_out(a, values, share, item_at(a, item), head, group, lane);
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+      sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
+      sum[half] = divide(1.0f, sum[half] + __shfl_xor_sync(~0u, sum[half], 2));
+    }
+    write_out(a, values, sum, work, head, group, lane);
   }
 }
 
@@ -524,16 +511,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill_hopper(c
   if (t == 0) {
     for (u32 i = 0; i < STAGES; i++) {
       barrier_init(&barriers->full[i], COPIERS + 1);
-      barrier_init(&barriers->empty[i][0], 8), barrier_init(&barriers->empty[i][1], 8);
+      barrier_init(&barriers->empty[i], 8);
     }
     for (u32 i = 0; i < TERM_STAGES; i++) barrier_init(&barriers->terms[i], 4), barrier_init(&barriers->used[i], 8);
     barrier_init(&barriers->query_full, COPIERS), barrier_init(&barriers->query_used, 4);
-    for (u32 i = 0; i < FOUND; i++) barrier_init(&barriers->found[i], 1), barrier_init(&barriers->taken[i], COPIERS / 32);
+    for (u32 i = 0; i < FOUND; i++) {
+      barrier_init(&barriers->found[i], 1);
+      barrier_init(&barriers->taken[i], COPIERS / 32);
+    }
     barrier_fence();
   }
   __syncthreads();
   wait_for_former();
-  // 128 x (PRODUCER + TERMS + 2 x VALUES) registers are the 512 x 128 of the launch.
+  // 128 x (32 + 3 x 160) registers are the 512 x 128 of the launch.
   if (t >= 384) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     u32 warp = uniform((t / 32) & 3);
