@@ -138,12 +138,7 @@ fn cache(memory: &MemSlice) -> PagedCache<'_> {
     PagedCache { mem: &memory.mem, base: 0, stride: STRIDE, rows_per_page: 64, format }
 }
 
-fn arguments<'a>(
-    i: &'a Input,
-    c: &'a Common,
-    shape: &Shape,
-    path: AttendPath,
-) -> DeviceAttend<'a> {
+fn arguments<'a>(i: &'a Input, c: &'a Common, shape: &Shape, path: AttendPath) -> DeviceAttend<'a> {
     let compressed = (shape.listed > 0).then(|| DeviceRows {
         cache: cache(&c.far),
         pages: &i.far_pages,
