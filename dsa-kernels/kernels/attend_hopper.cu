@@ -19,12 +19,12 @@
 #define AT_TERMS (AT_TILES + STAGES * TILE_BYTES)  // 64 heads x 64 rows, BF16
 #define AT_MAXIMA (AT_TERMS + 8192u)               // [2][64]
 #define AT_MERGES (AT_MAXIMA + 512u)
-#define AT_VALID (AT_MERGES + HEADS * 8u)          // [STAGES] of 64 bits
+#define AT_VALID (AT_MERGES + HEADS * 16u)         // [STAGES] of 64 bits
 #define AT_BARRIERS (AT_VALID + STAGES * 8u)
 #define AT_FACTORS (AT_BARRIERS + 4u * STAGES * 8u)  // three kinds
-#define AT_POINTERS (AT_FACTORS + FACTOR_BYTES(HEADS, RUNS_MAX))
+#define AT_POINTERS (AT_FACTORS + 2u * FACTOR_BYTES(HEADS, RUNS_MAX))
 #define SHARED_USED (AT_POINTERS + ROWS_KNOWN * 16u + 1024u)
-// The values of a run take the place of the tiles and some of the terms.
+// The values of a run take the place of the tiles, as 16-bit numbers.
 #define VALUE_STRIDE (WIDTH + 8u)
 
 #if HAS_WGMMA
@@ -220,33 +220,112 @@ DEVICE void multiply(const AttendArgs &a, u8 *shared, u32 stage, u32 parity, f32
   pin(values[1]);
 }
 
-// Leaves this run's values (FP32, heads x 512, in place of the tiles), maxima and sums in shared
-// memory.
+// What a run's block of threads leaves for the others: maximum and sum of each head, and the unit of
+// its values in each half of the columns.
+struct Left {
+  f32 most, sum, unit[2];
+};
+
+// 2^23 + 2^22 + 2^15: what is added to it lies, as an integer, in the 16 low bits.
+#define ROUNDER 12615680.0f
+
+// The power of two of which values up to `peak` are less than 2^14 times; NaN if one of them is not
+// finite. `up` is its reciprocal.
+DEVICE f32 unit_of(f32 peak, f32 &up) {
+  u32 exponent = max(bits_of(peak) >> 23, 15u);
+  up = from_bits((267u - exponent) << 23);
+  return exponent == 255 ? from_bits(0x7fc00000u) : from_bits((exponent - 13u) << 23);
+}
+
+// Leaves this run's values (heads x 512, in place of the tiles), maxima and sums in shared memory. What
+// the blocks of a cluster can read of each other in a microsecond is little, so values are 16-bit
+// multiples of a unit for each head and half: off by 2^-14 of the largest at most.
 DEVICE void leave(u8 *shared, const f32 (&values)[2][64], Softmax &soft, u32 group, u32 t) {
   u32 lane = t & 31, warp = (t / 32) & 3, head = 16 * warp + lane / 4;
-  Merge *merges = reinterpret_cast<Merge *>(shared + AT_MERGES);
-  f32 *sums = reinterpret_cast<f32 *>(shared + AT_MAXIMA), *out = reinterpret_cast<f32 *>(shared + AT_TILES);
+  Left *left = reinterpret_cast<Left *>(shared + AT_MERGES);
+  f32 *sums = reinterpret_cast<f32 *>(shared + AT_MAXIMA);
+  u16 *out = reinterpret_cast<u16 *>(shared + AT_TILES);
+  f32 peak[2] = {0, 0}, up[2];
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    soft.sum[half] += __shfl_xor_sync(~0u, soft.sum[half], 1);
-    soft.sum[half] += __shfl_xor_sync(~0u, soft.sum[half], 2);
-  }
+  for (int i = 0; i < 128; i++) peak[(i >> 1) & 1] = max_keeping_nan(peak[(i >> 1) & 1], fabsf(values[i / 64][i & 63]));
   named_barrier(1, 256);
 #pragma unroll
-  for (int half = 0; half < 2; half++)
-    if ((lane & 3) == 0) sums[64 * group + head + 8 * half] = soft.sum[half];
+  for (int half = 0; half < 2; half++) {
+#pragma unroll
+    for (int step = 1; step < 3; step++) {
+      soft.sum[half] += __shfl_xor_sync(~0u, soft.sum[half], step);
+      peak[half] = max_keeping_nan(peak[half], __shfl_xor_sync(~0u, peak[half], step));
+    }
+    f32 unit = unit_of(peak[half], up[half]);
+    if ((lane & 3) == 0) sums[64 * group + head + 8 * half] = soft.sum[half], left[head + 8 * half].unit[group] = unit;
+  }
 #pragma unroll
   for (int i = 0; i < 128; i += 2) {
-    u32 row = head + 8 * ((i >> 1) & 1), column = 256 * group + 8 * (i / 4) + 2 * (lane & 3);
-    *reinterpret_cast<float2 *>(out + row * VALUE_STRIDE + column) = make_float2(values[i / 64][i & 63], values[i / 64][(i & 63) + 1]);
+    u32 half = (i >> 1) & 1, column = 256 * group + 8 * (i / 4) + 2 * (lane & 3);
+    u32 low = bits_of(fmaf(values[i / 64][i & 63], up[half], ROUNDER));
+    u32 high = bits_of(fmaf(values[i / 64][(i & 63) + 1], up[half], ROUNDER));
+    *reinterpret_cast<u32 *>(out + (head + 8 * half) * VALUE_STRIDE + column) = __byte_perm(low, high, 0x5410);
   }
   named_barrier(1, 256);
   if (group == 0 && (lane & 3) == 0) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       u32 row = head + 8 * half;
-      merges[row].most = soft.most[half], merges[row].sum = sums[row] + sums[64 + row];
+      left[row].most = soft.most[half], left[row].sum = sums[row] + sums[64 + row];
     }
+  }
+}
+
+// What the values of each run are to be multiplied with: [head][run][half of the columns].
+template <u32 RUNS> DEVICE void weigh_runs(const AttendArgs &a, u8 *shared, u32 first_head, u32 t) {
+  const Left *left = reinterpret_cast<const Left *>(shared + AT_MERGES);
+  f32 *factors = reinterpret_cast<f32 *>(shared + AT_FACTORS);
+  f32 sink = load(at<f32>(a.sinks) + first_head + t) * LOG2E, most = sink;
+  float4 m[RUNS];
+#pragma unroll
+  for (u32 s = 0; s < RUNS; s++) m[s] = peer_load4(peer_address(left + t, s));
+#pragma unroll
+  for (u32 s = 0; s < RUNS; s++) most = max_keeping_nan(most, m[s].x);
+  most = finite_max(most);
+  f32 sum = fast_exp2(sink - most);
+#pragma unroll
+  for (u32 s = 0; s < RUNS; s++) {
+    m[s].x = fast_exp2(m[s].x - most);
+    sum = fmaf(m[s].y, m[s].x, sum);
+  }
+#pragma unroll
+  for (u32 s = 0; s < RUNS; s++) {
+    f32 factor = divide(m[s].x, sum);
+    factors[2 * (t * RUNS + s)] = factor * m[s].z, factors[2 * (t * RUNS + s) + 1] = factor * m[s].w;
+  }
+}
+
+// Adds the runs of a cluster in their order: this block's share of the output, eight values at once.
+template <u32 RUNS>
+DEVICE void add_runs(const AttendArgs &a, const u8 *shared, u32 first_head, u32 token, u32 rank, u32 t) {
+  const u32 VECTORS = HEADS * WIDTH / 8;
+  const f32 *factors = reinterpret_cast<const f32 *>(shared + AT_FACTORS);
+#pragma unroll 1
+  for (u32 v = VECTORS * rank / RUNS + t; v < VECTORS * (rank + 1) / RUNS; v += THREADS) {
+    u32 head = v / (WIDTH / 8), column = v % (WIDTH / 8) * 8, half = column / 256;
+    float4 part[RUNS];
+#pragma unroll
+    for (u32 s = 0; s < RUNS; s++)
+      part[s] = peer_load4(peer_address(shared + AT_TILES, s) + 2 * (head * VALUE_STRIDE + column));
+    f32 out[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+#pragma unroll
+    for (u32 s = 0; s < RUNS; s++) {
+      f32 factor = factors[2 * (head * RUNS + s) + half];
+      u32 words[4] = {bits_of(part[s].x), bits_of(part[s].y), bits_of(part[s].z), bits_of(part[s].w)};
+#pragma unroll
+      for (u32 i = 0; i < 8; i++) {
+        u32 bits = __byte_perm(words[i / 2], 0x4b400000u, i & 1 ? 0x7632 : 0x7610);
+        out[i] = fmaf(from_bits(bits) - ROUNDER, factor, out[i]);
+      }
+    }
+    uint4 packed = {pack_bf16(out[0], out[1]), pack_bf16(out[2], out[3]), pack_bf16(out[4], out[5]),
+                    pack_bf16(out[6], out[7])};
+    *at<uint4>(a.out + 2 * (((u64)token * a.heads + first_head) * WIDTH + 8ull * v)) = packed;
   }
 }
 
@@ -298,9 +377,9 @@ template <u32 RUNS> DEVICE void attend(const AttendArgs &a) {
   if (t >= 256) asm volatile("setmaxnreg.inc.sync.aligned.u32 128;");
   release_next();
   cluster_sync();
-  combine<RUNS, HEADS, VALUE_STRIDE, THREADS>(a, reinterpret_cast<const f32 *>(shared + AT_TILES),
-                                              reinterpret_cast<const Merge *>(shared + AT_MERGES),
-                                              reinterpret_cast<f32 *>(shared + AT_FACTORS), first_head, token, rank, t);
+  if (t < HEADS) weigh_runs<RUNS>(a, shared, first_head, t);
+  __syncthreads();
+  add_runs<RUNS>(a, shared, first_head, token, rank, t);
   cluster_leave();
 }
 
