@@ -276,56 +276,74 @@ DEVICE void leave(u8 *shared, const f32 (&values)[2][64], Softmax &soft, u32 gro
   }
 }
 
-// What the values of each run are to be multiplied with: [head][run][half of the columns].
-template <u32 RUNS> DEVICE void weigh_runs(const AttendArgs &a, u8 *shared, u32 first_head, u32 t) {
-  const Left *left = reinterpret_cast<const Left *>(shared + AT_MERGES);
-  f32 *factors = reinterpret_cast<f32 *>(shared + AT_FACTORS);
+// What the values of each run are to be multiplied with: [head][run][half of the columns]. `left` are
+// those of the runs.
+template <u32 RUNS>
+DEVICE void weigh_runs(const AttendArgs &a, f32 *factors, float4 (&left)[RUNS], u32 first_head, u32 t) {
   f32 sink = load(at<f32>(a.sinks) + first_head + t) * LOG2E, most = sink;
-  float4 m[RUNS];
 #pragma unroll
-  for (u32 s = 0; s < RUNS; s++) m[s] = peer_load4(peer_address(left + t, s));
-#pragma unroll
-  for (u32 s = 0; s < RUNS; s++) most = max_keeping_nan(most, m[s].x);
+  for (u32 s = 0; s < RUNS; s++) most = max_keeping_nan(most, left[s].x);
   most = finite_max(most);
   f32 sum = fast_exp2(sink - most);
 #pragma unroll
   for (u32 s = 0; s < RUNS; s++) {
-    m[s].x = fast_exp2(m[s].x - most);
-    sum = fmaf(m[s].y, m[s].x, sum);
+    left[s].x = fast_exp2(left[s].x - most);
+    sum = fmaf(left[s].y, left[s].x, sum);
   }
 #pragma unroll
   for (u32 s = 0; s < RUNS; s++) {
-    f32 factor = divide(m[s].x, sum);
-    factors[2 * (t * RUNS + s)] = factor * m[s].z, factors[2 * (t * RUNS + s) + 1] = factor * m[s].w;
+    f32 factor = divide(left[s].x, sum);
+    factors[2 * (t * RUNS + s)] = factor * left[s].z, factors[2 * (t * RUNS + s) + 1] = factor * left[s].w;
   }
 }
 
-// Adds the runs of a cluster in their order: this block's share of the output, eight values at once.
-template <u32 RUNS>
-DEVICE void add_runs(const AttendArgs &a, const u8 *shared, u32 first_head, u32 token, u32 rank, u32 t) {
-  const u32 VECTORS = HEADS * WIDTH / 8;
-  const f32 *factors = reinterpret_cast<const f32 *>(shared + AT_FACTORS);
-#pragma unroll 1
-  for (u32 v = VECTORS * rank / RUNS + t; v < VECTORS * (rank + 1) / RUNS; v += THREADS) {
-    u32 head = v / (WIDTH / 8), column = v % (WIDTH / 8) * 8, half = column / 256;
-    float4 part[RUNS];
+// Vector `v` of eight values of all runs.
+template <u32 RUNS> DEVICE void read_runs(float4 (&part)[RUNS], const u8 *shared, u32 v) {
+  u32 place = 2 * ((v / (WIDTH / 8)) * VALUE_STRIDE + v % (WIDTH / 8) * 8);
 #pragma unroll
-    for (u32 s = 0; s < RUNS; s++)
-      part[s] = peer_load4(peer_address(shared + AT_TILES, s) + 2 * (head * VALUE_STRIDE + column));
-    f32 out[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+  for (u32 s = 0; s < RUNS; s++) part[s] = peer_load4(peer_address(shared + AT_TILES, s) + place);
+}
+
+template <u32 RUNS> DEVICE uint4 sum_of_runs(const float4 (&part)[RUNS], const f32 *factors, u32 v) {
+  u32 head = v / (WIDTH / 8), half = v % (WIDTH / 8) / (WIDTH / 16);
+  f32 out[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll
-    for (u32 s = 0; s < RUNS; s++) {
-      f32 factor = factors[2 * (head * RUNS + s) + half];
-      u32 words[4] = {bits_of(part[s].x), bits_of(part[s].y), bits_of(part[s].z), bits_of(part[s].w)};
+  for (u32 s = 0; s < RUNS; s++) {
+    f32 factor = factors[2 * (head * RUNS + s) + half];
+    u32 words[4] = {bits_of(part[s].x), bits_of(part[s].y), bits_of(part[s].z), bits_of(part[s].w)};
 #pragma unroll
-      for (u32 i = 0; i < 8; i++) {
-        u32 bits = __byte_perm(words[i / 2], 0x4b400000u, i & 1 ? 0x7632 : 0x7610);
-        out[i] = fmaf(from_bits(bits) - ROUNDER, factor, out[i]);
-      }
+    for (u32 i = 0; i < 8; i++) {
+      u32 bits = __byte_perm(words[i / 2], 0x4b400000u, i & 1 ? 0x7632 : 0x7610);
+      out[i] = fmaf(from_bits(bits) - ROUNDER, factor, out[i]);
     }
-    uint4 packed = {pack_bf16(out[0], out[1]), pack_bf16(out[2], out[3]), pack_bf16(out[4], out[5]),
-                    pack_bf16(out[6], out[7])};
-    *at<uint4>(a.out + 2 * (((u64)token * a.heads + first_head) * WIDTH + 8ull * v)) = packed;
+  }
+  return {pack_bf16(out[0], out[1]), pack_bf16(out[2], out[3]), pack_bf16(out[4], out[5]), pack_bf16(out[6], out[7])};
+}
+
+// Adds the runs of a cluster in their order: this block's share of the output. The first values are on
+// their way while other threads, which have none of ten runs, compute their factors.
+template <u32 RUNS>
+DEVICE void add_runs(const AttendArgs &a, u8 *shared, u32 first_head, u32 token, u32 rank, u32 t) {
+  const u32 VECTORS = HEADS * WIDTH / 8;
+  const Left *left = reinterpret_cast<const Left *>(shared + AT_MERGES);
+  f32 *factors = reinterpret_cast<f32 *>(shared + AT_FACTORS);
+  u32 v = VECTORS * rank / RUNS + t, end = VECTORS * (rank + 1) / RUNS;
+  float4 part[RUNS];
+  u32 of_head = t - (THREADS - HEADS);
+  if (t >= THREADS - HEADS) {
+    float4 others[RUNS];
+#pragma unroll
+    for (u32 s = 0; s < RUNS; s++) others[s] = peer_load4(peer_address(left + of_head, s));
+    weigh_runs<RUNS>(a, factors, others, first_head, of_head);
+  }
+  if (v < end) read_runs<RUNS>(part, shared, v);
+  __syncthreads();
+#pragma unroll 1
+  while (v < end) {
+    uint4 *to = at<uint4>(a.out + 2 * (((u64)token * a.heads + first_head) * WIDTH + 8ull * v));
+    *to = sum_of_runs<RUNS>(part, factors, v);
+    v += THREADS;
+    if (v < end) read_runs<RUNS>(part, shared, v);
   }
 }
 
@@ -377,8 +395,6 @@ template <u32 RUNS> DEVICE void attend(const AttendArgs &a) {
   if (t >= 256) asm volatile("setmaxnreg.inc.sync.aligned.u32 128;");
   release_next();
   cluster_sync();
-  if (t < HEADS) weigh_runs<RUNS>(a, shared, first_head, t);
-  __syncthreads();
   add_runs<RUNS>(a, shared, first_head, token, rank, t);
   cluster_leave();
 }
