@@ -31,7 +31,8 @@
 #define AT_TILES (AT_GROWN + TERM_STAGES * 16u)           // [STAGES] of Tile
 #define AT_FOUND_TILES (AT_TILES + STAGES * 16u)          // [FOUND] of Tile
 #define AT_FOUND_ROWS (AT_FOUND_TILES + FOUND * 16u)      // [FOUND][BLOCK]
-#define AT_BARRIERS (AT_FOUND_ROWS + FOUND * BLOCK * 4u)
+#define AT_SUMS (AT_FOUND_ROWS + FOUND * BLOCK * 4u)      // [2][2][HEADS]
+#define AT_BARRIERS (AT_SUMS + 4u * HEADS * 4u)
 #define SHARED_USED (AT_BARRIERS + sizeof(Barriers))
 
 // By how much (in powers of two) a maximum may be exceeded before the sums are scaled anew: BF16 and
@@ -421,21 +422,22 @@ DEVICE void write_out(const AttendArgs &a, const f32 (&values)[2][64], const f32
   }
 }
 
-// The thread's part of the sums of terms, as they were rounded: the largest is not 1 here, and must not
-// bring an error of its own.
-DEVICE void add_terms(f32 (&sum)[2], u32 terms, u32 warp, u32 lane) {
+// The thread's part of the sums of terms, for this group's half of the rows. They are summed as they
+// were rounded: the largest is not 1 here, and must not bring an error of its own.
+DEVICE void add_terms(f32 (&sum)[2], u32 terms, u32 group, u32 warp, u32 lane) {
 #pragma unroll
-  for (u32 j = 0; j < 4; j++) {
+  for (u32 j = 0; j < 2; j++) {
     u32 packed[4];
-    matrix_load4(packed, matrix_address(terms, warp, lane, 2 * j));
+    matrix_load4(packed, matrix_address(terms, warp, lane, 0) ^ (64 * group + 32 * j));
 #pragma unroll
     for (u32 i = 0; i < 4; i++) sum[i & 1] += from_bits(packed[i] << 16) + from_bits(packed[i] & 0xffff0000u);
   }
 }
 
 // Terms times half of the columns.
-DEVICE void multiply(f32 (&values)[2][64], f32 (&sum)[2], u32 term, u32 half_tile, bool first, u32 warp, u32 lane) {
-  u64 terms = tile_descriptor(term, 16), columns = tile_descriptor(half_tile, COLUMN_BYTES);
+DEVICE void multiply(f32 (&values)[2][64], f32 (&sum)[2], u32 term, u32 tile, bool first, u32 group, u32 warp,
+                     u32 lane) {
+  u64 terms = tile_descriptor(term, 16), columns = tile_descriptor(tile + group * 4 * COLUMN_BYTES, COLUMN_BYTES);
   fence_async();
   wgmma_fence();
 #pragma unroll
@@ -446,7 +448,7 @@ DEVICE void multiply(f32 (&values)[2][64], f32 (&sum)[2], u32 term, u32 half_til
                            descriptor_at(columns, 2 * part * COLUMN_BYTES + k * 16 * 128), k > 0 || !first);
   }
   wgmma_commit();
-  add_terms(sum, term, warp, lane);
+  add_terms(sum, term, group, warp, lane);
   wgmma_wait();
   pin(values[0]);
   pin(values[1]);
@@ -462,11 +464,36 @@ DEVICE void follow(f32 (&values)[2][64], f32 (&sum)[2], const u8 *shared, u32 te
   for (u32 i = 0; i < 128; i++) values[i / 64][i & 63] *= factor[(i >> 1) & 1];
 }
 
+// The sink is a term without a value; one of the eight threads of a head has it.
+DEVICE void begin_sums(const AttendArgs &a, f32 (&sum)[2], u32 head, u32 group, u32 lane) {
+#pragma unroll
+  for (u32 half = 0; half < 2; half++) {
+    f32 sink = sink_of(a, head + 8 * half);
+    sum[half] = group == 0 && (lane & 3) == 0 ? fast_exp2(sink - first_base(sink)) : 0;
+  }
+}
+
+// Sums of both groups; then what the values are to be multiplied with. Two places take turns, so that
+// no group writes what the other still reads.
+DEVICE void take_shares(f32 (&sum)[2], u8 *shared, u32 parity, u32 head, u32 group, u32 lane) {
+  f32 *sums = reinterpret_cast<f32 *>(shared + AT_SUMS) + 2 * HEADS * parity + head;
+#pragma unroll
+  for (u32 half = 0; half < 2; half++) {
+    sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
+    sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
+    if ((lane & 3) == 0) sums[HEADS * group + 8 * half] = sum[half];
+  }
+  named_barrier(1, 256);
+#pragma unroll
+  for (u32 half = 0; half < 2; half++) sum[half] = divide(1.0f, sums[8 * half] + sums[HEADS + 8 * half]);
+}
+
 DEVICE void add_values(const AttendArgs &a, u8 *shared, u32 group, u32 t) {
   Barriers *barriers = barriers_in(shared);
   Ring<STAGES> ring = {0, 0};
   Ring<TERM_STAGES> term = {0, 0};
-  u32 lane = t & 31, warp = (t / 32) & 3, head = 16 * warp + lane / 4, start = uniform(shared_address(shared));
+  u32 lane = t & 31, warp = (t / 32) & 3, head = 16 * warp + lane / 4, start = uniform(shared_address(shared)),
+      parity = 0;
   f32 values[2][64];
 #pragma unroll
   for (u32 i = 0; i < 128; i++) values[i / 64][i & 63] = 0;
@@ -474,19 +501,14 @@ DEVICE void add_values(const AttendArgs &a, u8 *shared, u32 group, u32 t) {
   for (u32 item = blockIdx.x; item < item_count(a); item += gridDim.x) {
     Item work = item_at(a, item);
     f32 sum[2];
-#pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-      // The sink is a term without a value; one of the four threads of a head has it.
-      f32 sink = sink_of(a, work.first_head + head + 8 * half);
-      sum[half] = (lane & 3) == 0 ? fast_exp2(sink - first_base(sink)) : 0;
-    }
+    begin_sums(a, sum, work.first_head + head, group, lane);
     ring.next();
     bool first = true, last;
     do {
       barrier_wait(&barriers->terms[term.at], term.parity);
       follow(values, sum, shared, term.at, warp, lane);
       multiply(values, sum, start + AT_TERMS + term.at * TERM_BYTES,
-               start + ring.at * TILE_BYTES + group * 4 * COLUMN_BYTES, first, warp, lane);
+               start + ring.at * TILE_BYTES, first, group, warp, lane);
       last = reinterpret_cast<const Tile *>(shared + AT_TILES)[ring.at].is_last;
       __syncwarp();
       if (elected()) barrier_arrive(&barriers->empty[ring.at]), barrier_arrive(&barriers->used[term.at]);
@@ -494,11 +516,8 @@ DEVICE void add_values(const AttendArgs &a, u8 *shared, u32 group, u32 t) {
       term.next();
       first = false;
     } while (!last);
-#pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-      sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
-      sum[half] = divide(1.0f, sum[half] + __shfl_xor_sync(~0u, sum[half], 2));
-    }
+    take_shares(sum, shared, parity, head, group, lane);
+    parity ^= 1;
     write_out(a, values, sum, work, head, group, lane);
   }
 }
