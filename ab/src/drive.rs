@@ -110,7 +110,7 @@ async fn read_answer(
     begun: Instant,
 ) -> Ending {
     let mut request = client
-        .post(format!("{}/v1/chat/completions", subject.url))
+        .post(format!("{}/v1/chat/completions", subject.url.trim_end_matches('/')))
         .header(header::CONTENT_TYPE, "application/json")
         .body(ask.body.to_string());
     if let Some(key) = &subject.api_key {

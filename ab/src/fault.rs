@@ -48,7 +48,7 @@ pub struct Fault {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum FaultError {
     /// A plan has no such fault.
-    #[error("the plan has no fault {0:?}, only {list}", list = .1.join(", "))]
+    #[error("the plan has no fault {0:?}; it has {list}", list = listed(.1))]
     Unknown(String, Vec<String>),
     /// No cell to look for it in.
     #[error("fault {0:?} strikes in no cell")]
@@ -62,6 +62,10 @@ pub enum FaultError {
     /// A counter that cannot be read.
     #[error("fault {0:?}: {1}")]
     Counter(String, BadSelector),
+}
+
+fn listed(names: &[String]) -> String {
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
 }
 
 impl Fault {

@@ -1,6 +1,6 @@
 //! `ab faults`: injects the faults of a plan, with the protection off and on.
 
-use super::{Lab, PLAN_FILE, Started, read_plan, some_answer, summary, write_lines};
+use super::{Lab, PLAN_FILE, Started, lines_of, read_plan, say, some_answer, summary, write_lines};
 use ab::drive;
 use ab::fault::{Fault, Injected, Part, Run};
 use ab::metrics::Selector;
@@ -12,7 +12,7 @@ use std::path::Path;
 use std::time::Instant;
 
 /// The runs, one line each; their lines are in files beside.
-const RUNS_FILE: &str = "runs.jsonl";
+pub(super) const RUNS_FILE: &str = "runs.jsonl";
 /// What the test build counts of the fault itself.
 const STRUCK: &str = "dsv4:injected_faults_total";
 
@@ -39,10 +39,8 @@ pub(super) fn report_again(dir: &Path) -> Result<()> {
     }
     let injected = Injected::new(&plan.faults, &runs);
     std::fs::write(dir.join("faults.md"), injected.markdown()).context("write faults.md")?;
-    print!("{}", injected.markdown());
     let complaints = injected.complaints();
-    complaints.iter().for_each(|complaint| println!("{complaint}"));
-    print!("\n{}", injected.figures());
+    say(&format!("{}{}\n\n{}", injected.markdown(), complaints.join("\n"), injected.figures()));
     if !complaints.is_empty() {
         bail!("{} things are not as they should be", complaints.len());
     }
@@ -58,8 +56,14 @@ impl Lab {
         let faults = match only {
             [] => self.plan.faults.clone(),
             names => {
-                let found = names.iter().map(|name| self.plan.fault(name).cloned());
-                found.collect::<Result<_, _>>()?
+                let mut found = Vec::new();
+                for name in names {
+                    let fault = self.plan.fault(name)?.clone();
+                    if !found.contains(&fault) {
+                        found.push(fault);
+                    }
+                }
+                found
             }
         };
         if faults.is_empty() {
@@ -88,7 +92,7 @@ impl Lab {
                 Some(run) => Run { fault: fault.name.clone(), ..run },
                 None => {
                     let file = format!("reference-{:02}", references.len());
-                    self.run_fault((fault, Part::Reference), cell, file)?
+                    self.run_fault((fault, Part::Reference), cell, (file, None))?
                 }
             };
             references.insert(with, run.clone());
@@ -102,7 +106,9 @@ impl Lab {
         }
         for (number, (part, cell)) in parts.into_iter().enumerate() {
             let file = format!("{}-{number:02}", fault.name);
-            runs.push(self.run_fault((fault, part), cell, file)?);
+            let is_held = |run: &&Run| run.part == Part::Reference && run.cell == *cell;
+            let reference = runs.iter().find(is_held).map(|run| run.file.clone());
+            runs.push(self.run_fault((fault, part), cell, (file, reference))?);
         }
         Ok(runs)
     }
@@ -111,15 +117,18 @@ impl Lab {
         &mut self,
         (fault, part): (&Fault, Part),
         cell: &str,
-        file: String,
+        (file, reference): (String, Option<String>),
     ) -> Result<Run> {
+        let reference = reference.map(|file| self.out.join(format!("{file}.jsonl")));
+        let reference = reference.map(|path| lines_of(&path, cell)).transpose()?;
+        let against = (reference, fault.logprob_distance);
         let before = Plan { faults: Vec::new(), ..self.plan.clone() };
         self.plan.flags.extend(fault.flags.iter().cloned());
         if part != Part::Reference {
             self.plan.flags.extend(fault.injected(part == Part::Protected));
         }
         self.plan.workload.hang_ups = fault.hang_ups;
-        println!("{}, {part:?}: {cell}", fault.name);
+        say(&format!("{}, {part:?}: {cell}", fault.name));
         let asked = self.ask_all(cell, &file);
         (self.plan.flags, self.plan.workload) = (before.flags, before.workload);
         let (lines, seconds, metrics) = asked?;
@@ -127,7 +136,7 @@ impl Lab {
             |selector: &Selector| metrics.iter().fold(0.0, |sum, page| sum + selector.sum(page));
         let caught = fault.selectors()?.iter().fold(0.0, |all, selector| all + sum(selector));
         let struck = sum(&STRUCK.parse().context("name of a counter")?);
-        println!("  {}; struck {struck}, caught {caught}", summary(&lines, seconds));
+        say(&format!("  {}; struck {struck}, caught {caught}", summary(&lines, &against, seconds)));
         let evidence = match part {
             Part::Protected => evidence(&self.out, &file, &fault.log)?,
             Part::Reference | Part::Unprotected | Part::Elsewhere => None,

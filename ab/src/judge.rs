@@ -190,9 +190,12 @@ pub fn judge(ending: &Ending, truth: &Truth, bench: &Bench<'_>) -> Verdict {
     }
 }
 
-/// Mean distance over what both have; 0 if one has none.
+/// Mean distance of what two answers with the same words have; without end if one has more.
 pub(crate) fn distance(a: &[f64], b: &[f64]) -> f64 {
-    let count = a.len().min(b.len());
+    let count = a.len();
+    if count != b.len() {
+        return f64::INFINITY;
+    }
     if count == 0 {
         return 0.0;
     }

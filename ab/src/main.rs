@@ -72,8 +72,9 @@ enum Task {
     /// Follow the pages of a request through workers that keep that (--trace-pages): the digest of
     /// each page at every stop, and the first stop at which one differs.
     ///
-    /// Exit code 0 if none differs, 1 if one does, 2 if that is not known: no worker knows the request, or one
-    /// could not be asked.
+    /// Exit code 0 if none differs, 1 if one does, 2 if that is not known: no worker knows the request, one
+    /// could not be asked, or pages came from one that was not. Of several requests with the name it is the
+    /// last one.
     Trace(TraceArgs),
     /// Say how many answers tell a rate from none.
     Power,
@@ -163,8 +164,13 @@ fn read_whole_plan(path: &Path, sessions: Option<u32>) -> Result<(Plan, Option<S
     let Some(file) = &plan.workload.requests else { return Ok((plan, None)) };
     let log = path.parent().unwrap_or(Path::new("")).join(file);
     let shown = log.display().to_string();
-    let text = std::fs::read_to_string(&log)
-        .with_context(|| format!("plan {}: read {shown}", path.display()))?;
+    let bytes =
+        std::fs::read(&log).with_context(|| format!("plan {}: read {shown}", path.display()))?;
+    let text = String::from_utf8(bytes).map_err(|error| {
+        let good = &error.as_bytes()[..error.utf8_error().valid_up_to()];
+        let line = 1 + good.iter().filter(|byte| **byte == b'\n').count();
+        anyhow::anyhow!("{shown}: line {line}: no UTF-8")
+    })?;
     plan.workload.replay(Log::read(&text).with_context(|| shown)?);
     Ok((plan, Some(text)))
 }
@@ -200,7 +206,7 @@ fn trace(args: &TraceArgs) -> Result<bool> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let (mut answers, mut silent) = (Vec::new(), 0);
     for url in &args.url {
-        let url = format!("{}/trace/{}", url.trim_end_matches('/'), args.request);
+        let url = format!("{}/trace/{}", url.trim_end_matches('/'), encoded(&args.request));
         match runtime.block_on(drive::get(&url, api_key.as_deref())) {
             Ok((200, body)) => match serde_json::from_str::<Answer>(&body) {
                 Ok(answer) => answers.push(answer),
@@ -236,7 +242,17 @@ fn trace(args: &TraceArgs) -> Result<bool> {
     if silent > 0 && !trace.differs() {
         bail!("{silent} of {} workers could not be asked", args.url.len());
     }
+    if trace.lacks_source && !trace.differs() {
+        bail!("nothing that was seen differs, but not all was seen: ask the prefill workers too");
+    }
     Ok(trace.differs())
+}
+
+/// A name as a part of an address.
+fn encoded(name: &str) -> String {
+    let is_plain = |b: &u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'~');
+    let part = |b: u8| if is_plain(&b) { char::from(b).to_string() } else { format!("%{b:02X}") };
+    name.bytes().map(part).collect()
 }
 
 /// Where a run keeps what it was.
@@ -257,36 +273,80 @@ fn write_lines(path: &Path, lines: &[Line]) -> Result<()> {
     std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
 }
 
+/// A line on standard output, which nobody need read to its end.
+fn say(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+/// Takes away what an earlier run has left: its lines would be taken for those of this one.
+fn clear(dir: &Path) -> Result<()> {
+    let is_ours = |name: &str| {
+        let numbered = ["cell-", "bisect-", "reference-"].iter().any(|s| name.starts_with(s));
+        let whole = ["report.md", "report.html", "faults.md", faulty::RUNS_FILE];
+        whole.contains(&name) || (numbered && (name.ends_with(".jsonl") || name.ends_with(".log")))
+    };
+    for entry in std::fs::read_dir(dir).with_context(|| format!("list {}", dir.display()))? {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if is_ours(&name) {
+            std::fs::remove_file(&path).with_context(|| format!("remove {}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Lines of a cell, which are of no other.
+fn lines_of(path: &Path, cell: &str) -> Result<Vec<Line>> {
+    let shown = path.display();
+    let bytes = std::fs::read(path).with_context(|| format!("read {shown}"))?;
+    let lines =
+        record::read(&String::from_utf8_lossy(&bytes)).with_context(|| shown.to_string())?;
+    if let Some(other) = lines.iter().find(|line| line.cell != cell) {
+        bail!("{shown} has lines of {}, and the plan has {cell} there", other.cell);
+    }
+    Ok(lines)
+}
+
 /// Reads the lines of a run and writes its report.
 fn report_again(dir: &Path) -> Result<()> {
     let plan = read_plan(&dir.join(PLAN_FILE))?;
+    if search::is_of_search(dir) {
+        bail!("{} is of a search, whose lines (bisect-NN.jsonl) are of no matrix", dir.display());
+    }
     let all = plan.cells()?;
     let (mut cells, mut places) = (Vec::new(), BTreeMap::new());
     for (number, cell) in all.iter().enumerate() {
         let path = file_of(dir, number);
         if !path.exists() {
-            println!("{} is not there: the run did not come so far", path.display());
+            say(&format!("{} is not there: the run did not come so far", path.display()));
             continue;
         }
-        let text =
-            std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
-        let lines = record::read(&text).with_context(|| path.display().to_string())?;
-        let reference = plan.reference(cell).and_then(|cell| places.get(&cell).copied());
+        let lines = lines_of(&path, &plan.factors.name(cell))?;
+        let reference = plan.reference(cell).map(|cell| {
+            let name = plan.factors.name(&cell);
+            places.get(&cell).copied().with_context(|| format!("the lines of {name} are not there"))
+        });
+        let reference = reference.transpose().with_context(|| {
+            format!("{} cannot be held against what it must equal", plan.factors.name(cell))
+        })?;
         places.insert(cell.clone(), cells.len());
         cells.push(CellLines { name: plan.factors.name(cell), lines, reference });
     }
     if cells.is_empty() {
         bail!("{} has no lines of any cell", dir.display());
     }
-    let command = format!("ab run {}", dir.join(PLAN_FILE).display());
+    let command = format!("ab run {} --out DIR", dir.join(PLAN_FILE).display());
     let report = Report::new(&cells, plan.logprob_distance, &command);
     std::fs::write(dir.join("report.md"), report.markdown()).context("write report.md")?;
     std::fs::write(dir.join("report.html"), report.html()).context("write report.html")?;
-    print!("{}", report.markdown());
-    println!("\nreport: {}", dir.join("report.html").display());
     let (judged, corrupted) = report.total();
     let of = if is_ours(&plan) { ".protected" } else { "" };
-    println!("figure ab.judged{of} {judged} answers\nfigure ab.corrupted{of} {corrupted} answers");
+    say(&format!(
+        "{}\nreport: {}\nfigure ab.judged{of} {judged} answers\n\
+         figure ab.corrupted{of} {corrupted} answers",
+        report.markdown(),
+        dir.join("report.html").display()
+    ));
     Ok(())
 }
 
@@ -303,7 +363,7 @@ fn is_ours(plan: &Plan) -> bool {
 fn end_with_signals(runtime: &tokio::runtime::Runtime) -> Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let _entered = runtime.enter();
-    for kind in [SignalKind::interrupt(), SignalKind::terminate()] {
+    for kind in [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()] {
         let mut signals = signal(kind).context("listen for signals")?;
         runtime.spawn(async move {
             if signals.recv().await.is_some() {
@@ -334,6 +394,7 @@ impl Lab {
         plan.check().context("with the flags")?;
         std::fs::create_dir_all(&args.out)
             .with_context(|| format!("make {}", args.out.display()))?;
+        clear(&args.out)?;
         if let Some(text) = recorded {
             let path = args.out.join(REQUESTS_FILE);
             std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
@@ -355,14 +416,22 @@ impl Lab {
 
     fn run_all(&self) -> Result<()> {
         let cells = self.plan.cells()?;
+        let place = |cell: &Cell| cells.iter().position(|known| known == cell);
         for (number, cell) in cells.iter().enumerate() {
             let name = self.plan.factors.name(cell);
-            println!("{} of {}: {name}", number + 1, cells.len());
+            say(&format!("{} of {}: {name}", number + 1, cells.len()));
             let mut started = self.start(cell, &format!("cell-{number:02}"))?;
             let begun = Instant::now();
             let lines = started.ask(self, &name, 0..self.plan.workload.sessions)?;
-            println!("  {}", summary(&lines, begun.elapsed()));
+            let took = begun.elapsed();
             write_lines(&file_of(&self.out, number), &lines)?;
+            let reference =
+                self.plan.reference(cell).and_then(|other| Some((place(&other)?, other)));
+            let reference = reference.map(|(number, other)| {
+                lines_of(&file_of(&self.out, number), &self.plan.factors.name(&other))
+            });
+            let against = (reference.transpose()?, self.plan.logprob_distance);
+            say(&format!("  {}", summary(&lines, &against, took)));
             some_answer(&name, &lines)?;
         }
         report_again(&self.out)
@@ -380,9 +449,12 @@ impl Lab {
     }
 }
 
+/// Lines that others are held against, and how far their log probabilities may be.
+type Against = (Option<Vec<Line>>, Option<f64>);
+
 /// What came of a cell, in a line.
-fn summary(lines: &[Line], took: Duration) -> String {
-    let tally = Tally::new(lines, None);
+fn summary(lines: &[Line], (reference, distance): &Against, took: Duration) -> String {
+    let tally = Tally::compared(lines, reference.as_deref(), *distance);
     format!(
         "{} judged, {} corrupted, {} refused, {} lost, in {:.0} s",
         tally.judged(),

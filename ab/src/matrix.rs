@@ -77,9 +77,54 @@ pub enum MatrixError {
     /// Two things of one name.
     #[error("the name {0:?} is there twice")]
     Twice(String),
+    /// Two levels of one name.
+    #[error("factor {0:?} has two levels named {1:?}")]
+    TwoLevels(String, String),
+    /// A name that a cell cannot be written with.
+    #[error("the name {0:?} is empty or has a comma, an equals sign, a bar or a line break")]
+    Name(String),
+    /// More combinations than anybody waits for.
+    #[error("{0} factors have more than {CELLS_MAX} combinations: name `cells`, or fewer levels")]
+    Cells(usize),
+    /// A number of conversations that cannot be.
+    #[error("factor {0:?}: at_once of level {1:?} is {2}, and must be from 1 to 10000")]
+    AtOnce(String, String, u32),
+    /// Not the address of a server.
+    #[error(
+        "factor {0:?}: url {1:?} is not http://HOST:PORT or https://HOST, without the /v1 of a client"
+    )]
+    Url(String, String),
     /// A cell that is written otherwise than `factor=level,...`.
     #[error("{0:?} is no cell: {1}")]
     Cell(String, String),
+}
+
+/// Most combinations.
+const CELLS_MAX: usize = 4096;
+
+fn check_name(name: &str) -> Result<(), MatrixError> {
+    let is_bad = |c: char| matches!(c, ',' | '=' | '|') || c.is_control();
+    if name.trim().is_empty() || name.contains(is_bad) {
+        return Err(MatrixError::Name(name.to_owned()));
+    }
+    Ok(())
+}
+
+impl Level {
+    fn check(&self, factor: &Factor) -> Result<(), MatrixError> {
+        let of = || factor.name.clone();
+        if let Some(at_once) = self.at_once.filter(|n| !(1..=10_000).contains(n)) {
+            return Err(MatrixError::AtOnce(of(), self.name.clone(), at_once));
+        }
+        let Some(url) = &self.url else { return Ok(()) };
+        let host = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://"));
+        let is_host = |host: &str| !host.is_empty() && !host.contains(char::is_whitespace);
+        let path = url.trim_end_matches('/');
+        if !host.is_some_and(is_host) || path.ends_with("/v1") || path.ends_with("/completions") {
+            return Err(MatrixError::Url(of(), url.clone()));
+        }
+        Ok(())
+    }
 }
 
 /// All that is varied.
@@ -99,15 +144,29 @@ impl Matrix {
                 return Err(MatrixError::Levels(factor.name.clone(), factor.levels.len()));
             }
             let mut levels = BTreeMap::new();
-            let all = factor.levels.iter().map(|level| &level.name);
-            if let Some(twice) = all.clone().find(|name| levels.insert(*name, ()).is_some()) {
-                return Err(MatrixError::Twice(twice.clone()));
+            check_name(&factor.name)?;
+            for level in &factor.levels {
+                check_name(&level.name)?;
+                if levels.insert(&level.name, ()).is_some() {
+                    return Err(MatrixError::TwoLevels(factor.name.clone(), level.name.clone()));
+                }
+                level.check(factor)?;
             }
             if names.insert(&factor.name, ()).is_some() {
                 return Err(MatrixError::Twice(factor.name.clone()));
             }
         }
         Ok(())
+    }
+
+    /// Refuses more combinations than can be run.
+    ///
+    /// # Errors
+    /// [`MatrixError::Cells`].
+    pub fn check_count(&self) -> Result<(), MatrixError> {
+        let product = |all: usize, factor: &Factor| all.saturating_mul(factor.levels.len());
+        let all = self.0.iter().fold(1, product);
+        if all > CELLS_MAX { Err(MatrixError::Cells(self.0.len())) } else { Ok(()) }
     }
 
     /// The cell of all first levels.
@@ -421,7 +480,10 @@ mod tests {
         }
         let mut twice = matrix.clone();
         twice.0[1].levels[1].name = "unified".to_owned();
-        assert_eq!(twice.check(), Err(MatrixError::Twice("unified".to_owned())));
+        assert_eq!(
+            twice.check(),
+            Err(MatrixError::TwoLevels("mode".to_owned(), "unified".to_owned()))
+        );
         twice.0[1].levels.truncate(1);
         assert_eq!(twice.check(), Err(MatrixError::Levels("mode".to_owned(), 1)));
     }

@@ -155,6 +155,9 @@ impl Plan {
     /// [`PlanError`].
     pub fn check(&self) -> Result<(), PlanError> {
         self.factors.check()?;
+        if self.cells.is_empty() {
+            self.factors.check_count()?;
+        }
         let at_once = (1..=AT_ONCE_MAX).contains(&self.at_once);
         range("at_once", self.at_once, "from 1 to 10000", at_once)?;
         range("answer_s", self.answer_s, "1 or more", self.answer_s > 0)?;
@@ -338,6 +341,21 @@ mod tests {
     }
 
     #[test]
+    fn more_combinations_than_can_be_run_are_refused_before_they_are_made() {
+        let levels = "levels = [{ name = \"x\" }, { name = \"y\" }]";
+        let factors: String =
+            (0..60).map(|n| format!("[[factor]]\nname = \"f{n}\"\n{levels}\n")).collect();
+        let (head, _) = PLAN.split_once("[[factor]]").unwrap();
+        let plan = |cells: &str| {
+            let text = head.replace("[\"mode=pd\", \"index=bf16,mode=pd\", \"mode=pd\"]", cells);
+            Plan::read(&format!("{text}{factors}"))
+        };
+        let error = plan("[]").unwrap_err().to_string();
+        assert!(error.starts_with("60 factors have more than 4096 combinations"), "{error}");
+        assert_eq!(plan("[\"f3=y\"]").unwrap().cells().unwrap().len(), 2);
+    }
+
+    #[test]
     fn what_is_wrong_with_a_plan_is_named() {
         for (from, to, part) in [
             ("sessions = 60", "sessions = 0", "workload.sessions is 0"),
@@ -345,6 +363,11 @@ mod tests {
             ("same_answers", "at_once = 4000000000\nsame_answers", "at_once is 4000000000"),
             ("tokens_last = 640", "tokens_last = 3", "workload.tokens_last is 3"),
             ("tokens_last = 640", "tokens_last = 4000001", "from 1 to 4000000"),
+            ("{ name = \"unified\" }", "{ name = \"a,b\" }", "\"a,b\" is empty or has a comma"),
+            ("\"unified\" }", "\"pd\" }", "factor \"mode\" has two levels named \"pd\""),
+            ("\"unified\" }", "\"u\", at_once = 0 }", "at_once of level \"u\" is 0"),
+            ("\"unified\" }", "\"u\", url = \"host:1\" }", "url \"host:1\" is not http://"),
+            ("\"unified\" }", "\"u\", url = \"http://h/v1\" }", "without the /v1 of a client"),
             ("turns = 3", "", "workload.turns is 0"),
             ("model = \"dsv4-mini\"", "", "workload.model is empty"),
             ("same_answers = true", "same_answers = 3", "true, false, or a list of factors"),

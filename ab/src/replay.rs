@@ -49,7 +49,7 @@ impl Log {
     /// [`LogError`] with the number of the line.
     pub fn read(text: &str) -> Result<Self, LogError> {
         let (mut sessions, mut known): (Vec<Vec<Recorded>>, _) = (Vec::new(), BTreeMap::new());
-        for (number, line) in text.lines().enumerate() {
+        for (number, line) in text.trim_start_matches('\u{feff}').lines().enumerate() {
             if line.trim().is_empty() {
                 continue;
             }
@@ -79,6 +79,11 @@ fn wrapped(line: &str) -> Result<Wrapped, String> {
     let value: Value = serde_json::from_str(line).map_err(|error| format!("no JSON: {error}"))?;
     let Some(object) = value.as_object() else { return Err("no JSON object".to_owned()) };
     if object.contains_key("messages") {
+        if let Some(ours) = ["session", "truth"].iter().find(|key| object.contains_key(**key)) {
+            return Err(format!(
+                "{ours} belongs beside a body, not into one: {{\"{ours}\": …, \"body\": …}}"
+            ));
+        }
         return Ok(Wrapped { body: value, session: None, truth: None });
     }
     if !object.contains_key("body") && !object.contains_key("request") {
@@ -126,7 +131,7 @@ mod tests {
 {"session": 7, "body": {"messages": [{"role": "user", "content": "e"}], "n": 1}}
 {"session": "s", "body": {"messages": [{"role": "user", "content": "f"}]}}
 "#;
-        let log = Log::read(text).unwrap();
+        let log = Log::read(&format!("\u{feff}{}", text.trim_start())).unwrap();
         let said = |recorded: &Recorded| {
             recorded.body["messages"][0]["content"].as_str().unwrap().to_owned()
         };
@@ -153,6 +158,7 @@ mod tests {
             ("nonsense", "line 2: no JSON"),
             ("[1]", "line 2: no JSON object"),
             (r#"{"prompt": "x"}"#, "line 2: neither messages nor a body"),
+            (r#"{"messages": [{}], "session": 1}"#, "line 2: session belongs beside a body"),
             (r#"{"messages": []}"#, "line 2: its body has no list of messages"),
             (r#"{"messages": "x"}"#, "line 2: its body has no list of messages"),
             (r#"{"body": "x"}"#, "line 2: its body is no object"),

@@ -14,6 +14,11 @@ fn search_file(dir: &Path, number: usize) -> PathBuf {
     dir.join(format!("bisect-{number:02}.jsonl"))
 }
 
+/// Whether a folder is of `ab bisect`.
+pub(super) fn is_of_search(dir: &Path) -> bool {
+    search_file(dir, 0).exists()
+}
+
 impl Lab {
     /// A search between the healthy cell and a bad one, perhaps with a fault of the plan.
     pub(super) fn search(mut self, bad: Option<&str>, fault: Option<&str>) -> Result<()> {
@@ -93,7 +98,9 @@ impl Lab {
             let (finding, seen) = judge_cell(&lines, reference, &alike, rate);
             if finding != Finding::Unclear || from == all {
                 write_lines(&search_file(&self.out, number), &lines)?;
-                let tally = Tally::new(&lines, None);
+                some_answer(&name, &lines)?;
+                let held = alike.answers.then_some(reference);
+                let tally = Tally::compared(&lines, held, alike.distance);
                 println!(
                     "  {} after {} answers; not right: {}",
                     finding.name(),

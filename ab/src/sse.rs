@@ -7,6 +7,8 @@ use serde_json::Value;
 #[derive(Debug, Default)]
 pub struct Assembly {
     buffer: Vec<u8>,
+    /// Bytes so far.
+    taken: usize,
     answer: Answer,
     is_done: bool,
     pieces: u32,
@@ -24,10 +26,15 @@ pub enum StreamError {
     /// Longer than any answer.
     #[error("an event has more than {0} bytes")]
     TooLong(usize),
+    /// It does not end.
+    #[error("the answer has more than {0} bytes")]
+    Endless(usize),
 }
 
 /// Most bytes of one event.
 const EVENT_MAX: usize = 4 << 20;
+/// Most bytes of a stream.
+const STREAM_MAX: usize = 64 << 20;
 
 impl Assembly {
     /// Takes bytes as they come.
@@ -35,16 +42,29 @@ impl Assembly {
     /// # Errors
     /// [`StreamError`].
     pub fn handle_bytes(&mut self, bytes: &[u8]) -> Result<(), StreamError> {
+        self.taken = self.taken.saturating_add(bytes.len());
+        if self.taken > STREAM_MAX {
+            return Err(StreamError::Endless(STREAM_MAX));
+        }
+        // Where nothing of what is there already can end a line.
+        let from = self.buffer.len();
         self.buffer.extend_from_slice(bytes);
-        while let Some(end) = self.buffer.windows(2).position(|pair| pair == b"\n\n") {
-            let event: Vec<u8> = self.buffer.drain(..end + 2).collect();
-            let text = String::from_utf8_lossy(&event);
-            for line in text.lines() {
-                if let Some(data) = line.strip_prefix("data:") {
-                    self.handle_data(data.trim())?;
-                }
+        if !self.buffer[from..].contains(&b'\n') {
+            return self.check_event();
+        }
+        // All events here have one line of data, so a line is as good as an event. It may end with a
+        // carriage return too, as the standard has it.
+        let whole = self.buffer.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+        let lines: Vec<u8> = self.buffer.drain(..whole).collect();
+        for line in lines.split(|byte| *byte == b'\n') {
+            if let Some(data) = line.strip_prefix(b"data:") {
+                self.handle_data(String::from_utf8_lossy(data).trim())?;
             }
         }
+        self.check_event()
+    }
+
+    fn check_event(&self) -> Result<(), StreamError> {
         if self.buffer.len() > EVENT_MAX {
             return Err(StreamError::TooLong(EVENT_MAX));
         }
@@ -188,6 +208,25 @@ mod tests {
             assert_eq!(assembly.pieces(), 5);
             assert_eq!(assembly.finish(), Ok(expected()), "cut at {cut}");
         }
+    }
+
+    #[test]
+    fn lines_may_end_with_a_carriage_return() {
+        let stream = STREAM.replace('\n', "\r\n");
+        for cut in 0..=stream.len() {
+            let mut assembly = Assembly::default();
+            assembly.handle_bytes(&stream.as_bytes()[..cut]).unwrap();
+            assembly.handle_bytes(&stream.as_bytes()[cut..]).unwrap();
+            assert_eq!(assembly.finish(), Ok(expected()), "cut at {cut}");
+        }
+    }
+
+    #[test]
+    fn an_answer_that_does_not_end_is_given_up() {
+        let event = format!("data: {{\"choices\":[],\"x\":\"{}\"}}\n\n", "a".repeat(1 << 20));
+        let mut assembly = Assembly::default();
+        let error = (0..100).find_map(|_| assembly.handle_bytes(event.as_bytes()).err());
+        assert_eq!(error, Some(StreamError::Endless(STREAM_MAX)));
     }
 
     #[test]

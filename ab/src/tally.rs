@@ -200,6 +200,9 @@ mod tests {
         let far = Tally::compared(&said(-0.5), Some(&said(-0.1)), Some(0.1));
         assert_eq!((far.corrupted, far.signs[&Sign::Logprobs]), (1, 1));
         assert_eq!(Tally::compared(&said(-0.5), Some(&said(-0.1)), Some(0.5)).corrupted, 0);
+        let none = [Line::of(0, "a", "a")];
+        assert_eq!(Tally::compared(&none, Some(&said(-0.1)), Some(9.0)).corrupted, 1);
+        assert_eq!(Tally::compared(&none, Some(&none), Some(0.0)).corrupted, 0);
         assert_eq!(Tally::compared(&said(-0.5), Some(&said(-0.1)), None).corrupted, 0);
         // Of another request nothing follows.
         let other = [Line { request: "other".to_owned(), ..Line::of(0, "c", "a") }];

@@ -119,6 +119,32 @@ pub struct Trace {
     pub said: String,
     /// Events that workers did not keep.
     pub lost: u64,
+    /// Requests of this name that workers know.
+    pub requests: usize,
+    /// Pages were handed over by a worker that was not asked, or has forgotten them.
+    pub lacks_source: bool,
+}
+
+impl Worker {
+    /// Whether it is the one that another worker's attempt came from.
+    fn prepared(&self, attempt: &Attempt) -> bool {
+        self.role == "prefill" && self.attempts.iter().any(|own| own.id == attempt.id)
+    }
+}
+
+/// What belongs to the last of the requests that have one name, and how many of them there are. The
+/// worker that answered it is known by when it began, the one that computed its prompt by their attempts.
+fn last_of<'a>(all: &[&'a Worker]) -> (Vec<&'a Worker>, usize) {
+    let answering = |worker: &&&Worker| worker.role != "prefill";
+    let last = all.iter().filter(answering).max_by_key(|worker| worker.began_ms);
+    let Some(last) = last else {
+        let last = all.iter().max_by_key(|worker| worker.began_ms);
+        return (last.into_iter().copied().collect(), all.len());
+    };
+    let prepared = |worker: &&&Worker| last.attempts.iter().any(|a| worker.prepared(a));
+    let mut own: Vec<&Worker> = all.iter().filter(prepared).copied().collect();
+    own.push(last);
+    (own, all.iter().filter(answering).count())
 }
 
 /// What comes before what: a prompt is computed before it is decoded.
@@ -134,8 +160,14 @@ impl Trace {
     /// Joins what workers know of one request.
     #[must_use]
     pub fn join(request_id: &str, answers: &[Answer]) -> Self {
-        let mut workers: Vec<&Worker> = answers.iter().flat_map(|a| &a.workers).collect();
+        let all: Vec<&Worker> = answers.iter().flat_map(|a| &a.workers).collect();
+        let (mut workers, requests) = last_of(&all);
         workers.sort_by_key(|worker| (rank(&worker.role), worker.began_ms));
+        let has_source = |worker: &&Worker| {
+            let of = |attempt: &Attempt| workers.iter().any(|other| other.prepared(attempt));
+            worker.role != "decode" || worker.attempts.is_empty() || worker.attempts.iter().any(of)
+        };
+        let lacks_source = !workers.iter().all(has_source);
         let mut pages: BTreeMap<Place, Vec<Step>> = BTreeMap::new();
         let mut first: Option<(Place, Step, Step)> = None;
         for worker in &workers {
@@ -166,7 +198,29 @@ impl Trace {
         let seen_again = pages.values().filter(|steps| steps.len() > 1).count();
         let said = said(first.as_ref(), wrong, (seen_again, pages.len()));
         let lost = workers.iter().map(|worker| worker.events_lost).sum();
-        Self { request_id: request_id.to_owned(), pages, said, lost }
+        Self { request_id: request_id.to_owned(), pages, said, lost, requests, lacks_source }
+    }
+
+    /// What else is to be known before the sentence is believed.
+    fn notes(&self) -> Vec<String> {
+        let mut notes = Vec::new();
+        if self.requests > 1 {
+            notes.push(format!(
+                "{} requests had this name; this is the last of them",
+                self.requests
+            ));
+        }
+        if self.lacks_source {
+            notes.push(
+                "no worker was asked that computed the prompt, or it has forgotten it: the hand-off \
+                 is compared with nothing"
+                    .to_owned(),
+            );
+        }
+        if self.lost > 0 {
+            notes.push(format!("{} stops were not kept by their workers", self.lost));
+        }
+        notes
     }
 
     /// Whether a page was ever not what it was before.
@@ -179,9 +233,9 @@ impl Trace {
     #[must_use]
     pub fn text(&self) -> String {
         let mut out = format!("request {}: {}\n", self.request_id, self.said);
-        if self.lost > 0 {
+        for note in self.notes() {
             // Writing to a String does not fail.
-            let _ = writeln!(out, "{} stops were not kept by their workers", self.lost);
+            let _ = writeln!(out, "{note}");
         }
         for (place, steps) in &self.pages {
             let _ = write!(out, "{place}:");
@@ -211,11 +265,15 @@ impl Trace {
              .wrong{{background:#fdd}}.right{{background:#efe}}p{{padding:8px}}</style>\
              <h1>Pages of request {id}</h1><p class=\"{class}\">{said}</p>"
         );
-        if self.lost > 0 {
-            let _ = write!(out, "<p>{} stops were not kept by their workers.</p>", self.lost);
+        for note in self.notes() {
+            let _ = write!(out, "<p>{}.</p>", escape(&note));
         }
         out += "<table><tr><th>page</th><th>stops</th></tr>";
-        for (place, steps) in &self.pages {
+        // What differs is what is looked for.
+        let differs = |steps: &[Step]| steps.iter().any(|step| step.differs);
+        let (wrong, right): (Vec<_>, Vec<_>) =
+            self.pages.iter().partition(|(_, steps)| differs(steps));
+        for (place, steps) in wrong.into_iter().chain(right) {
             let _ = write!(out, "<tr><td>{}</td><td>", escape(&place.to_string()));
             for step in steps {
                 let class = if step.differs { " class=\"wrong\"" } else { "" };
@@ -346,6 +404,34 @@ mod tests {
         assert!(html.contains("r&lt;1&gt;") && !html.contains("r<1>"));
         assert!(html.contains("<div class=\"wrong\">arrived@decode (refused) <code>00110011"));
         assert!(!html.contains("http://") && !html.contains("src="), "it needs nothing else");
+    }
+
+    #[test]
+    fn of_several_requests_with_one_name_it_is_the_last() {
+        let of = |role: &str, digest: &str, attempt: &str, began_ms| {
+            let mut answer = answer(role, vec![event("sealed", 0, digest)]);
+            answer.workers[0].attempts[0].id = attempt.to_owned();
+            answer.workers[0].began_ms = began_ms;
+            answer
+        };
+        let first = [of("decode", "a", "a1", 5), of("prefill", "a", "a1", 6)];
+        let second = [of("decode", "b", "a2", 9), of("prefill", "b", "a2", 10)];
+        let trace = Trace::join("r", &[&first[..], &second].concat());
+        assert!(!trace.differs() && trace.requests == 2, "{}", trace.text());
+        assert!(trace.text().contains("2 requests had this name"), "{}", trace.text());
+        assert_eq!(trace.pages.len(), 1);
+        assert!(
+            trace.pages.values().all(|steps| steps.len() == 2 && steps[0].digest == "b".repeat(8))
+        );
+    }
+
+    #[test]
+    fn a_hand_off_without_the_worker_that_it_came_from_is_not_called_equal() {
+        let decode = answer("decode", vec![arrived(0, "a", true)]);
+        let prefill = answer("prefill", vec![event("sealed", 0, "a")]);
+        let alone = Trace::join("r", std::slice::from_ref(&decode));
+        assert!(alone.lacks_source && alone.text().contains("compared with nothing"));
+        assert!(!Trace::join("r", &[decode, prefill]).lacks_source);
     }
 
     #[test]

@@ -258,6 +258,12 @@ struct ExactRopeArgs {
   u32 reserved;
 };
 
+struct ExactScaleArgs {
+  u64 x;
+  u32 count;
+  f32 factor;
+};
+
 struct ExactQueryArgs {
   u64 q;
   u64 table;

@@ -178,3 +178,9 @@ extern "C" __global__ void __launch_bounds__(128) exact_query(const __grid_const
 #pragma unroll
   for (int i = 0; i < 16; i++) q[8 * i + l] = x[i];
 }
+
+extern "C" __global__ void __launch_bounds__(256) exact_scale(const __grid_constant__ ExactScaleArgs a) {
+  wait_for_former();
+  u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < a.count) at<f32>(a.x)[i] = load(at<f32>(a.x) + i) * a.factor;
+}

@@ -84,6 +84,9 @@ pub enum KernelError {
         /// Found.
         found: DType,
     },
+    /// A tensor in device memory, asked for by an operation of the host.
+    #[error("tensor is on a device, host memory expected")]
+    OnDevice,
     /// A view larger than its buffer.
     #[error("view of {want} elements in a buffer of {len}")]
     ViewTooLarge {

@@ -12,7 +12,7 @@ mod check;
 
 use crate::device::Mem;
 use crate::error::KernelError;
-use crate::tensor::{TensorMut, TensorRef};
+use crate::tensor::{Buffer, DType, TensorMut, TensorRef};
 use std::fmt;
 use std::sync::Arc;
 
@@ -566,6 +566,52 @@ pub struct Moe<'a> {
 /// A result depends on its own token's inputs only, never on the rest of the batch, the cut into
 /// chunks or the number of threads. [`crate::cpu::CpuReference`] defines the bits.
 pub trait Kernels: Send + Sync + fmt::Debug {
+    /// A buffer for activations, where these operations work: on the host, unless an implementation has
+    /// a better place.
+    ///
+    /// # Errors
+    /// The device has no memory left.
+    fn buffer(&self, dtype: DType, len: usize) -> Result<Buffer, KernelError> {
+        Ok(Buffer::host(dtype, len))
+    }
+    /// The values of a tensor, wherever it is; whole numbers as floats. Waits for what was enqueued.
+    ///
+    /// # Errors
+    /// The device fails.
+    fn fetch(&self, x: TensorRef<'_>) -> Result<Vec<f32>, KernelError> {
+        match x.dtype() {
+            DType::F32 => Ok(x.f32()?.to_vec()),
+            DType::I32 => Ok(x.i32()?.iter().map(|&v| v as f32).collect()),
+        }
+    }
+    /// Puts values into an FP32 tensor, wherever it is.
+    ///
+    /// # Errors
+    /// Another number of values, or the device fails.
+    fn put(&self, mut x: TensorMut<'_>, values: &[f32]) -> Result<(), KernelError> {
+        let (want, found) = (x.rows() * x.cols(), values.len());
+        if want != found {
+            return Err(KernelError::Shape { op: "put", what: "values", want, found });
+        }
+        x.f32()?.copy_from_slice(values);
+        Ok(())
+    }
+    /// `x = x * factor`, one product a value.
+    ///
+    /// # Errors
+    /// A tensor of another implementation.
+    fn scale(&self, mut x: TensorMut<'_>, factor: f32) -> Result<(), KernelError> {
+        x.f32()?.iter_mut().for_each(|v| *v *= factor);
+        Ok(())
+    }
+    /// Waits until everything that was enqueued has been done: what it wrote may be read then, by whoever
+    /// has the memory.
+    ///
+    /// # Errors
+    /// The device fails; also for what was enqueued before.
+    fn finish(&self) -> Result<(), KernelError> {
+        Ok(())
+    }
     /// Packs a checkpoint matrix for the other operations.
     fn pack(&self, desc: &WeightDesc<'_>) -> Result<Weight, KernelError>;
     /// See [`Embed`].

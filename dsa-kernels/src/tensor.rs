@@ -1,5 +1,6 @@
 //! Activation buffers and the row-major matrices borrowed from them.
 
+use crate::device::{Mem, MemSlice};
 use crate::error::KernelError;
 
 /// Element type of a [`Buffer`].
@@ -13,6 +14,9 @@ pub enum DType {
 
 /// Memory of one tensor, owned by one holder: `&mut` access is exclusive, so on the host it can be
 /// a slice. Page memory, which others may read, is [`crate::Mem`] instead.
+///
+/// A buffer on a device ([`Buffer::on_device`]) is for the operations of that device; its values are
+/// not to be had as a slice, but through [`crate::Kernels::fetch`] and [`crate::Kernels::put`].
 #[derive(Debug)]
 pub struct Buffer {
     repr: Repr,
@@ -22,7 +26,11 @@ pub struct Buffer {
 enum Repr {
     F32(Vec<f32>),
     I32(Vec<i32>),
+    Device { dtype: DType, mem: Mem, len: usize },
 }
+
+/// Bytes of an element, of either type.
+const ELEMENT: usize = 4;
 
 impl Buffer {
     /// Zeroed host buffer of `len` elements.
@@ -41,12 +49,20 @@ impl Buffer {
         Self { repr: Repr::F32(values) }
     }
 
+    /// A buffer over all of an allocation of a device.
+    #[must_use]
+    pub fn on_device(dtype: DType, mem: Mem) -> Self {
+        let len = usize::try_from(mem.len()).unwrap_or(usize::MAX) / ELEMENT;
+        Self { repr: Repr::Device { dtype, mem, len } }
+    }
+
     /// Element count.
     #[must_use]
     pub fn len(&self) -> usize {
         match &self.repr {
             Repr::F32(v) => v.len(),
             Repr::I32(v) => v.len(),
+            Repr::Device { len, .. } => *len,
         }
     }
 
@@ -62,15 +78,16 @@ impl Buffer {
         match &self.repr {
             Repr::F32(_) => DType::F32,
             Repr::I32(_) => DType::I32,
+            Repr::Device { dtype, .. } => *dtype,
         }
     }
 
-    /// Grows to at least `len` elements; contents are unspecified afterwards.
+    /// Grows to at least `len` elements if it is on the host; contents are unspecified afterwards.
     pub fn ensure(&mut self, len: usize) {
         match &mut self.repr {
             Repr::F32(v) if v.len() < len => v.resize(len, 0.0),
             Repr::I32(v) if v.len() < len => v.resize(len, 0),
-            Repr::F32(_) | Repr::I32(_) => {}
+            Repr::F32(_) | Repr::I32(_) | Repr::Device { .. } => {}
         }
     }
 
@@ -91,6 +108,9 @@ impl Buffer {
         Ok(match &self.repr {
             Repr::F32(v) => TensorRef { data: DataRef::F32(&v[from..to]), rows, cols },
             Repr::I32(v) => TensorRef { data: DataRef::I32(&v[from..to]), rows, cols },
+            Repr::Device { dtype, mem, .. } => {
+                TensorRef { data: DataRef::Device(*dtype, part(mem, from, to)), rows, cols }
+            }
         })
     }
 
@@ -101,8 +121,34 @@ impl Buffer {
         Ok(match &mut self.repr {
             Repr::F32(v) => TensorMut { data: DataMut::F32(&mut v[..to]), rows, cols },
             Repr::I32(v) => TensorMut { data: DataMut::I32(&mut v[..to]), rows, cols },
+            Repr::Device { dtype, mem, .. } => {
+                TensorMut { data: DataMut::Device(*dtype, part(mem, 0, to)), rows, cols }
+            }
         })
     }
+}
+
+/// Elements `from..to` of device memory.
+#[derive(Clone, Copy, Debug)]
+struct Part<'a> {
+    mem: &'a Mem,
+    offset: u64,
+    len: u64,
+}
+
+fn part(mem: &Mem, from: usize, to: usize) -> Part<'_> {
+    let bytes = |elements: usize| (elements * ELEMENT) as u64;
+    Part { mem, offset: bytes(from), len: bytes(to - from) }
+}
+
+impl Part<'_> {
+    fn slice(&self) -> MemSlice {
+        MemSlice { mem: self.mem.clone(), offset: self.offset, len: self.len }
+    }
+}
+
+fn not_here(want: DType, found: DType) -> KernelError {
+    if want == found { KernelError::OnDevice } else { KernelError::Dtype { want, found } }
 }
 
 /// Borrowed matrix `[rows, cols]`.
@@ -117,6 +163,7 @@ pub struct TensorRef<'a> {
 enum DataRef<'a> {
     F32(&'a [f32]),
     I32(&'a [i32]),
+    Device(DType, Part<'a>),
 }
 
 impl<'a> TensorRef<'a> {
@@ -144,19 +191,40 @@ impl<'a> TensorRef<'a> {
         self.cols
     }
 
-    /// All elements.
+    /// The element type.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        match self.data {
+            DataRef::F32(_) => DType::F32,
+            DataRef::I32(_) => DType::I32,
+            DataRef::Device(dtype, _) => dtype,
+        }
+    }
+
+    /// The elements in device memory, if they are there.
+    #[must_use]
+    pub fn device(&self) -> Option<MemSlice> {
+        match self.data {
+            DataRef::F32(_) | DataRef::I32(_) => None,
+            DataRef::Device(_, part) => Some(part.slice()),
+        }
+    }
+
+    /// All elements, if they are on the host.
     pub fn f32(&self) -> Result<&'a [f32], KernelError> {
         match self.data {
             DataRef::F32(v) => Ok(v),
             DataRef::I32(_) => Err(KernelError::Dtype { want: DType::F32, found: DType::I32 }),
+            DataRef::Device(found, _) => Err(not_here(DType::F32, found)),
         }
     }
 
-    /// All elements.
+    /// All elements, if they are on the host.
     pub fn i32(&self) -> Result<&'a [i32], KernelError> {
         match self.data {
             DataRef::I32(v) => Ok(v),
             DataRef::F32(_) => Err(KernelError::Dtype { want: DType::I32, found: DType::F32 }),
+            DataRef::Device(found, _) => Err(not_here(DType::I32, found)),
         }
     }
 }
@@ -173,6 +241,7 @@ pub struct TensorMut<'a> {
 enum DataMut<'a> {
     F32(&'a mut [f32]),
     I32(&'a mut [i32]),
+    Device(DType, Part<'a>),
 }
 
 impl<'a> TensorMut<'a> {
@@ -200,19 +269,30 @@ impl<'a> TensorMut<'a> {
         self.cols
     }
 
-    /// All elements.
+    /// The elements in device memory, if they are there.
+    #[must_use]
+    pub fn device(&self) -> Option<MemSlice> {
+        match &self.data {
+            DataMut::F32(_) | DataMut::I32(_) => None,
+            DataMut::Device(_, part) => Some(part.slice()),
+        }
+    }
+
+    /// All elements, if they are on the host.
     pub fn f32(&mut self) -> Result<&mut [f32], KernelError> {
         match &mut self.data {
             DataMut::F32(v) => Ok(v),
             DataMut::I32(_) => Err(KernelError::Dtype { want: DType::F32, found: DType::I32 }),
+            DataMut::Device(found, _) => Err(not_here(DType::F32, *found)),
         }
     }
 
-    /// All elements.
+    /// All elements, if they are on the host.
     pub fn i32(&mut self) -> Result<&mut [i32], KernelError> {
         match &mut self.data {
             DataMut::I32(v) => Ok(v),
             DataMut::F32(_) => Err(KernelError::Dtype { want: DType::I32, found: DType::F32 }),
+            DataMut::Device(found, _) => Err(not_here(DType::I32, *found)),
         }
     }
 
@@ -222,6 +302,7 @@ impl<'a> TensorMut<'a> {
         match self.data {
             DataMut::F32(v) => Ok(v),
             DataMut::I32(_) => Err(KernelError::Dtype { want: DType::F32, found: DType::I32 }),
+            DataMut::Device(found, _) => Err(not_here(DType::F32, found)),
         }
     }
 
@@ -231,6 +312,7 @@ impl<'a> TensorMut<'a> {
         match self.data {
             DataMut::I32(v) => Ok(v),
             DataMut::F32(_) => Err(KernelError::Dtype { want: DType::I32, found: DType::F32 }),
+            DataMut::Device(found, _) => Err(not_here(DType::I32, found)),
         }
     }
 }

@@ -175,6 +175,8 @@ pub enum SessionError {
 /// Where in the forward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Site {
+    /// Its buffers.
+    Workspace,
     /// Embedding and rotary tables.
     Embed,
     /// A layer, counted from 0.
@@ -186,6 +188,7 @@ pub enum Site {
 impl std::fmt::Display for Site {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
+            Self::Workspace => write!(f, "workspace"),
             Self::Embed => write!(f, "embedding"),
             Self::Layer(n) => write!(f, "layer {n}"),
             Self::Head => write!(f, "head"),

@@ -112,6 +112,12 @@ impl Model {
         }
     }
 
+    /// The operations that it computes with.
+    #[must_use]
+    pub fn kernels(&self) -> &dyn Kernels {
+        &*self.kernels
+    }
+
     /// Bytes of packed weights in memory.
     #[must_use]
     pub fn weight_bytes(&self) -> u64 {
@@ -152,7 +158,9 @@ impl Model {
         force(&step, self.layers.len(), b).map_err(at(Site::Head))?;
         *rows = plan.wanted_rows;
         logits.resize(plan.wanted_rows * self.dims.vocab, 0.0);
-        self.head(&step, b, plan, logits).map_err(at(Site::Head))
+        self.head(&step, b, plan, logits).map_err(at(Site::Head))?;
+        // Pages that are complete are digested and read by others from here on.
+        self.kernels.finish().map_err(at(Site::Head))
     }
 
     #[expect(clippy::cast_precision_loss, reason = "head sizes are small integers")]
@@ -333,8 +341,7 @@ fn norm(
 /// Puts forced streams in place of the computed ones.
 fn force(step: &Step<'_>, layer: usize, b: &mut Buffers) -> Result<(), KernelError> {
     if let Some(values) = step.trace.as_deref().and_then(|trace| trace.forced.get(&layer)) {
-        let mut streams = b.streams.view_mut(step.tokens, step.dims.streams)?;
-        streams.f32()?.copy_from_slice(values);
+        step.kernels.put(b.streams.view_mut(step.tokens, step.dims.streams)?, values)?;
     }
     Ok(())
 }
@@ -348,7 +355,7 @@ fn keep(
 ) -> Result<(), KernelError> {
     let tokens = step.tokens;
     match step.trace.as_deref_mut() {
-        Some(trace) => trace.keep(layer, probe, buffer.view(tokens, width)?),
+        Some(trace) => trace.keep(layer, probe, step.kernels, buffer.view(tokens, width)?),
         None => Ok(()),
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::batch::{Batch, LogitsWanted, SeqSpan, StepOutput};
 use crate::caches::PageMemory;
-use crate::error::{ForwardError, SessionError};
+use crate::error::{ForwardError, SessionError, Site};
 use crate::forward::Model;
 use crate::workspace::Workspace;
 use dsa_kernels::{Device, Place};
@@ -81,7 +81,8 @@ impl Session {
         device: &dyn Device,
         limits: SessionLimits,
     ) -> Result<Self, SessionError> {
-        let ws = Workspace::new(model.config(), limits.step_tokens, limits.seqs);
+        let ws = Workspace::new(model.config(), model.kernels(), limits.step_tokens, limits.seqs)
+            .map_err(|source| ForwardError::Kernel { site: Site::Workspace, source })?;
         let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         let (seqs, rows) = (ws.max_seqs(), WINDOW_PAGE_ROWS as usize);
         let blocks = limits.cached_tokens / BLOCK_TOKENS as usize + seqs;

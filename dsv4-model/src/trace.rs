@@ -1,7 +1,7 @@
 //! Inner tensors of a step, taken out or put in, for comparing with other implementations.
 
 use crate::error::ForwardError;
-use dsa_kernels::{KernelError, TensorRef};
+use dsa_kernels::{KernelError, Kernels, TensorRef};
 use std::collections::BTreeMap;
 
 /// A point of a layer whose tensor can be kept.
@@ -78,23 +78,12 @@ impl Trace {
         &mut self,
         layer: usize,
         probe: Probe,
+        kernels: &dyn Kernels,
         tensor: TensorRef<'_>,
     ) -> Result<(), KernelError> {
-        let values = tensor.f32()?.to_vec();
+        let values = kernels.fetch(tensor)?;
         let (rows, cols) = (tensor.rows(), tensor.cols());
         self.entries.push(TraceEntry { layer, probe, rows, cols, values });
-        Ok(())
-    }
-
-    #[expect(clippy::cast_precision_loss, reason = "row numbers stay below 2^24")]
-    pub(crate) fn keep_rows(
-        &mut self,
-        layer: usize,
-        tensor: TensorRef<'_>,
-    ) -> Result<(), KernelError> {
-        let values = tensor.i32()?.iter().map(|&v| v as f32).collect();
-        let (rows, cols) = (tensor.rows(), tensor.cols());
-        self.entries.push(TraceEntry { layer, probe: Probe::Selected, rows, cols, values });
         Ok(())
     }
 }

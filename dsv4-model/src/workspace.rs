@@ -2,7 +2,7 @@
 
 use crate::config::ModelConfig;
 use crate::plan::{Limits, StepPlan};
-use dsa_kernels::{Buffer, DType};
+use dsa_kernels::{Buffer, DType, KernelError, Kernels};
 use kv_pool::LayerKind;
 
 /// Widths that the layers use, taken from the configuration once.
@@ -56,14 +56,23 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// Buffers for steps of at most `tokens` tokens in at most `seqs` sequences.
-    #[must_use]
-    pub fn new(config: &ModelConfig, tokens: usize, seqs: usize) -> Self {
+    /// Buffers for steps of at most `tokens` tokens in at most `seqs` sequences, where the operations of
+    /// `kernels` work.
+    ///
+    /// # Errors
+    /// A device has no memory left.
+    pub fn new(
+        config: &ModelConfig,
+        kernels: &dyn Kernels,
+        tokens: usize,
+        seqs: usize,
+    ) -> Result<Self, KernelError> {
         let tokens = tokens.clamp(1, 1 << 20);
         let seqs = seqs.clamp(1, tokens);
         let dims = Dims::new(config);
         let limits = Limits::new(config, tokens, seqs);
-        Self { dims, limits, plan: StepPlan::default(), b: Buffers::new(config, limits) }
+        let b = Buffers::new(config, limits, kernels)?;
+        Ok(Self { dims, limits, plan: StepPlan::default(), b })
     }
 
     /// Most tokens of a step.
@@ -147,50 +156,54 @@ pub(crate) struct Buffers {
 }
 
 impl Buffers {
-    fn new(c: &ModelConfig, limits: Limits) -> Self {
+    fn new(c: &ModelConfig, limits: Limits, kernels: &dyn Kernels) -> Result<Self, KernelError> {
         let d = Dims::new(c);
         let t = limits.tokens;
-        let f = |width: usize| Buffer::host(DType::F32, t * width);
+        let r = |n: usize, width: usize| kernels.buffer(DType::F32, n * width);
+        let f = |width: usize| r(t, width);
+        let i = |width: usize| kernels.buffer(DType::I32, t * width);
         let has = |kind| c.layers.contains(&kind);
         let (c4, c128) = (has(LayerKind::C4), has(LayerKind::C128));
         // One more row a sequence: its open window may close.
         let rows = |ratio: usize| t / ratio + limits.seqs;
         let emitted = if c4 { rows(4) } else { rows(128) };
         let pool = if c4 { 2 * d.head } else { d.head };
-        let when = |used: bool, buffer: Buffer| {
-            if used { buffer } else { Buffer::host(buffer.dtype(), 0) }
+        let when = |used: bool, rows: usize, width: usize| {
+            if used { r(rows, width) } else { Ok(Buffer::host(DType::F32, 0)) }
         };
-        let r = |n: usize, width: usize| Buffer::host(DType::F32, n * width);
-        Self {
-            streams: f(d.streams),
-            post: f(4),
-            comb: f(16),
-            y: f(d.hidden),
-            x: f(d.hidden),
-            out: f(d.hidden),
-            q_low: f(d.q_rank),
-            cq: f(d.q_rank),
-            wide: f(d.queries),
-            q: f(d.queries),
-            kv_raw: f(d.head),
-            kv: f(d.head),
-            pool_kv: when(c4 || c128, f(pool)),
-            pool_gate: when(c4 || c128, f(pool)),
-            pooled: when(c4 || c128, r(emitted, d.head)),
-            rows: when(c4 || c128, r(emitted, d.head)),
-            index_q: when(c4, f(d.index_heads * d.index_head)),
-            index_w: when(c4, f(d.index_heads)),
-            selected: when(c4, Buffer::host(DType::I32, t * d.top_k)),
-            o_low: f(d.o_width),
-            router: f(d.experts),
-            experts: Buffer::host(DType::I32, t * d.expert_k),
-            expert_w: f(d.expert_k),
-            rope_plain: f(d.rope),
-            rope_comp: f(d.rope),
-            rope_c4: when(c4, r(rows(4), d.rope)),
-            rope_c128: when(c128, r(rows(128), d.rope)),
+        let none = || Ok(Buffer::host(DType::I32, 0));
+        let compressed = c4 || c128;
+        Ok(Self {
+            streams: f(d.streams)?,
+            post: f(4)?,
+            comb: f(16)?,
+            y: f(d.hidden)?,
+            x: f(d.hidden)?,
+            out: f(d.hidden)?,
+            q_low: f(d.q_rank)?,
+            cq: f(d.q_rank)?,
+            wide: f(d.queries)?,
+            q: f(d.queries)?,
+            kv_raw: f(d.head)?,
+            kv: f(d.head)?,
+            pool_kv: when(compressed, t, pool)?,
+            pool_gate: when(compressed, t, pool)?,
+            pooled: when(compressed, emitted, d.head)?,
+            rows: when(compressed, emitted, d.head)?,
+            index_q: when(c4, t, d.index_heads * d.index_head)?,
+            index_w: when(c4, t, d.index_heads)?,
+            selected: if c4 { i(d.top_k) } else { none() }?,
+            o_low: f(d.o_width)?,
+            router: f(d.experts)?,
+            experts: i(d.expert_k)?,
+            expert_w: f(d.expert_k)?,
+            rope_plain: f(d.rope)?,
+            rope_comp: f(d.rope)?,
+            rope_c4: when(c4, rows(4), d.rope)?,
+            rope_c128: when(c128, rows(128), d.rope)?,
+            // Only looked at, on the host.
             scores: Buffer::host(DType::F32, 0),
-        }
+        })
     }
 
     fn all(&self) -> [&Buffer; 28] {

@@ -377,6 +377,7 @@ impl Worker {
         config: WorkerConfig,
         model: Arc<Model>,
         pools: Pools,
+        workspace: Workspace,
         inbox: Receiver<WorkerMsg>,
         shared: Arc<Shared>,
     ) -> Self {
@@ -390,11 +391,6 @@ impl Worker {
             },
         });
         let prefixes = Prefixes::new(config.role, &pools, config.fingerprint, config.keep_prefixes);
-        let workspace = Workspace::new(
-            model.config(),
-            config.step_tokens as usize,
-            config.max_running as usize,
-        );
         let memory = || ObjectMemory::new(&pools, config.fingerprint);
         let kept = config.trace_pages as usize;
         let witness = (kept > 0).then(|| Witness::new(kept, memory()));

@@ -281,6 +281,46 @@ async fn recorded_requests_are_asked_again_and_held_against_the_first_cell() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn what_an_earlier_run_has_left_is_not_taken_for_this_one() {
+    let workload = workload(2);
+    let healthy = serve(&workload, |_| Mischief::None).await;
+    let dir = std::env::temp_dir().join(format!("ab-stale-{}", std::process::id()));
+    let out = dir.join("out");
+    std::fs::create_dir_all(&out).expect("a folder");
+    let plan = |name: &str, second: &str| {
+        let text = format!(
+            "seed = {SEED}\n[workload]\nkind = \"agents\"\nsessions = 2\nturns = 3\n\
+             tokens_first = 400\ntokens_last = 600\nmodel = \"m\"\n[[factor]]\n\
+             name = \"{name}\"\nlevels = [{{ name = \"a\", url = \"{healthy}\" }}, \
+             {{ name = \"b\", url = \"{second}\" }}]\n"
+        );
+        let path = dir.join(format!("{name}.toml"));
+        std::fs::write(&path, text).expect("a plan");
+        path.display().to_string()
+    };
+    std::fs::write(out.join("runs.jsonl"), "").expect("of a run of faults");
+    std::fs::write(out.join("log.jsonl"), "somebody's").expect("a file of the user");
+    let shown = out.display().to_string();
+    let run = |plan: String| {
+        lab(["run", &plan, "--out", &shown].iter().map(|word| (*word).to_owned()).collect())
+    };
+    assert!(run(plan("first", &healthy)).await.status.success());
+    assert!(out.join("cell-01.jsonl").exists() && out.join("log.jsonl").exists());
+    // Nobody answers in its second cell.
+    let failed = run(plan("second", "http://127.0.0.1:1")).await;
+    assert!(!failed.status.success());
+    let said = lab(vec!["report".to_owned(), shown.clone()]).await;
+    let said = String::from_utf8_lossy(&said.stdout).into_owned();
+    assert!(said.contains("second=a | ") && !said.contains("first="), "{said}");
+    // Lines of another plan are told by their cell.
+    std::fs::copy(dir.join("first.toml"), out.join("plan.toml")).expect("another plan");
+    let mixed = lab(vec!["report".to_owned(), shown]).await;
+    let why = String::from_utf8_lossy(&mixed.stderr).into_owned();
+    assert!(why.contains("has lines of second=a, and the plan has first=a there"), "{why}");
+    std::fs::remove_dir_all(&dir).expect("the test's own folder");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_log_that_cannot_be_replayed_is_named_with_its_line() {
     let dir = std::env::temp_dir().join(format!("ab-log-{}", std::process::id()));
     std::fs::create_dir_all(&dir).expect("a folder");

@@ -252,6 +252,11 @@ structs! {
         rounding: u32,
         reserved: u32,
     }
+    struct ExactScaleArgs {
+        x: u64,
+        count: u32,
+        factor: f32,
+    }
     struct ExactQueryArgs {
         q: u64,
         table: u64,

@@ -16,6 +16,7 @@ use crate::ops::{
     Linear, LoadRows, Moe, PackedWeight, RmsNorm, Rope, RopeTable, Route, StoreRows, Weight,
     WeightDesc, WeightFormat,
 };
+use crate::tensor::{Buffer, DType, TensorMut, TensorRef};
 use arena::{Arena, Call};
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,9 +27,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// faster kernels are held against on the card itself, and it lets a whole model run there.
 /// Matrices stay in the checkpoint's format.
 ///
-/// Tensors are host slices, so each call copies its inputs to the device and its outputs back; page and
-/// carry memory that is on the device stays there, other memory is copied there and back as a whole.
-/// A call has finished when it returns.
+/// Tensors may be on the device ([`Kernels::buffer`]) or on the host; what is on the host is copied there
+/// and back by each call. Page and carry memory that is on the device stays there; other memory is
+/// copied there and back as a whole, which is for tests. A call that has no outputs on the host has not
+/// finished when it returns: [`CudaDevice::wait`], or [`Kernels::fetch`] of what it gives.
 #[derive(Debug)]
 pub struct ExactKernels {
     cuda: Arc<CudaKernels>,
@@ -52,7 +54,7 @@ impl ExactKernels {
         self.cuda.device()
     }
 
-    fn call(&self, op: &'static str) -> Call<'_> {
+    fn call(&self, op: &'static str) -> Result<Call<'_>, KernelError> {
         let arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
         Call::new(self, op, arena)
     }
@@ -123,6 +125,41 @@ fn matrix(op: &'static str, weight: &Weight) -> Result<abi::Matrix, KernelError>
 }
 
 impl Kernels for ExactKernels {
+    fn buffer(&self, dtype: DType, len: usize) -> Result<Buffer, KernelError> {
+        Ok(Buffer::on_device(dtype, self.device().alloc(Place::Device, 4 * len as u64)?))
+    }
+
+    fn fetch(&self, x: TensorRef<'_>) -> Result<Vec<f32>, KernelError> {
+        let mut call = self.call("fetch")?;
+        let values = call.input(&x)?;
+        let values = call.fetch_f32s(&values)?;
+        Ok(match x.dtype() {
+            DType::F32 => values,
+            DType::I32 => values.into_iter().map(|v| v.to_bits() as i32 as f32).collect(),
+        })
+    }
+
+    fn put(&self, mut x: TensorMut<'_>, values: &[f32]) -> Result<(), KernelError> {
+        let (want, found) = (x.rows() * x.cols(), values.len());
+        if want != found {
+            return Err(KernelError::Shape { op: "put", what: "values", want, found });
+        }
+        let mut call = self.call("put")?;
+        let from = call.f32s(values)?;
+        if let Some(there) = x.device() {
+            return call.copy(&there, &from);
+        }
+        call.output(&mut x, &from)
+    }
+
+    fn finish(&self) -> Result<(), KernelError> {
+        self.call("finish")?.wait()
+    }
+
+    fn scale(&self, x: TensorMut<'_>, factor: f32) -> Result<(), KernelError> {
+        streams::scale(self.call("scale")?, x, factor)
+    }
+
     fn pack(&self, desc: &WeightDesc<'_>) -> Result<Weight, KernelError> {
         desc.check()?;
         let fits = desc.rows < 1 << 31 && desc.cols < 1 << 31;
@@ -132,81 +169,81 @@ impl Kernels for ExactKernels {
 
     fn embed(&self, a: Embed<'_>) -> Result<(), KernelError> {
         a.check()?;
-        streams::embed(self.call("embed"), a)
+        streams::embed(self.call("embed")?, a)
     }
 
     fn hyper_pre(&self, a: HyperPre<'_>) -> Result<(), KernelError> {
         a.check()?;
-        streams::hyper_pre(self.call("hyper_pre"), a)
+        streams::hyper_pre(self.call("hyper_pre")?, a)
     }
 
     fn hyper_post(&self, a: HyperPost<'_>) -> Result<(), KernelError> {
         a.check()?;
-        streams::hyper_post(self.call("hyper_post"), a)
+        streams::hyper_post(self.call("hyper_post")?, a)
     }
 
     fn hyper_head(&self, a: HyperHead<'_>) -> Result<(), KernelError> {
         a.check()?;
-        streams::hyper_head(self.call("hyper_head"), a)
+        streams::hyper_head(self.call("hyper_head")?, a)
     }
 
     fn rms_norm(&self, a: RmsNorm<'_>) -> Result<(), KernelError> {
         a.check()?;
-        streams::rms_norm(self.call("rms_norm"), a)
+        streams::rms_norm(self.call("rms_norm")?, a)
     }
 
     fn linear(&self, a: Linear<'_>) -> Result<(), KernelError> {
         a.check()?;
-        linear::linear(self.call("linear"), a)
+        linear::linear(self.call("linear")?, a)
     }
 
     fn rope_table(&self, a: RopeTable<'_>) -> Result<(), KernelError> {
-        // Cosines and sines are those of the reference's library, so they are made where it runs.
-        crate::cpu::CpuReference.rope_table(a)
+        a.check()?;
+        streams::rope_table(self.call("rope_table")?, a)
     }
 
     fn rope(&self, a: Rope<'_>) -> Result<(), KernelError> {
         a.check()?;
-        streams::rope(self.call("rope"), a)
+        streams::rope(self.call("rope")?, a)
     }
 
     fn index_query(&self, a: IndexQuery<'_>) -> Result<(), KernelError> {
         a.check()?;
-        streams::index_query(self.call("index_query"), a)
+        streams::index_query(self.call("index_query")?, a)
     }
 
     fn store_rows(&self, a: StoreRows<'_>) -> Result<(), KernelError> {
         a.check()?;
-        rows::store(self.call("store_rows"), &a)
+        rows::store(self.call("store_rows")?, &a)
     }
 
     fn load_rows(&self, a: LoadRows<'_>) -> Result<(), KernelError> {
         a.check()?;
-        rows::load(self.call("load_rows"), a)
+        rows::load(self.call("load_rows")?, a)
     }
 
     fn compress(&self, a: Compress<'_>) -> Result<(), KernelError> {
         a.check()?;
-        rows::compress(self.call("compress"), a)
+        rows::compress(self.call("compress")?, a)
     }
 
     fn index_select(&self, a: IndexSelect<'_>) -> Result<(), KernelError> {
         a.check()?;
-        attend::index_select(self.call("index_select"), a)
+        attend::index_select(self.call("index_select")?, a)
     }
 
     fn attend(&self, a: Attend<'_>) -> Result<(), KernelError> {
         a.check()?;
-        attend::attend(self.call("attend"), a)
+        attend::attend(self.call("attend")?, a)
     }
 
     fn route(&self, a: Route<'_>) -> Result<(), KernelError> {
         a.check()?;
-        linear::route(self.call("route"), a)
+        linear::route(self.call("route")?, a)
     }
 
     fn moe(&self, a: Moe<'_>) -> Result<(), KernelError> {
         a.check()?;
-        linear::moe(self.call("moe"), a)
+        linear::moe(self.call("moe")?, a)
     }
 }

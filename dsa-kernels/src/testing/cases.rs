@@ -518,14 +518,36 @@ fn special_values(pair: &Pair<'_>, rng: &mut Rng) {
         let (dim, eps, rounding) = (128, 1e-6, Rounding::Bf16);
         done(kernels.rms_norm(RmsNorm { x, weight: None, dim, eps, rounding, y }));
     });
+    special_rows(pair, rng, &x);
+    let window = random_rows(rng, RowFormat::KvV4, 64, t);
+    let mut q = rng.floats(t * 512);
+    q.chunks_exact_mut(512).zip(&x).for_each(|(q, _)| q[rng.below(512)] = specials[rng.below(6)]);
+    pair.compare_any("special attend", &[t * 512], |kernels, out| {
+        let part = SeqPart { first: 0, count: t, start_pos: 0 };
+        done(kernels.attend(Attend {
+            q: mat(&q, t, 512),
+            window_cache: window.cache(),
+            window: &[SeqWindow { part, first_page_no: 0, pages: &window.list }],
+            window_tokens: 128,
+            compressed: None,
+            sinks: &[0.5],
+            scale: 512f32.powf(-0.5),
+            rounding: Rounding::Bf16,
+            out: mat_mut(&mut out[0], t, 512),
+        }));
+    });
+}
+
+/// Stored rows with such values, read back.
+fn special_rows(pair: &Pair<'_>, rng: &mut Rng, x: &[f32]) {
     for (format, per_page) in ROW_FORMATS {
         let width = format.width();
         let count = x.len() / width;
         let seed = rng.bits();
         let pages = || Pages::new(&mut Rng::new(seed), format, per_page, count);
         let (got, want) = (pages(), pages());
-        want.store(&pair.reference, 0, &x);
-        got.store(pair.tested, 0, &x);
+        want.store(&pair.reference, 0, x);
+        got.store(pair.tested, 0, x);
         // The payload of a NaN is free in formats that keep one.
         let sources: Vec<_> = (0..count).map(|i| want.target(i)).collect();
         let load = |pages: &Pages| {
@@ -552,21 +574,4 @@ fn special_values(pair: &Pair<'_>, rng: &mut Rng) {
         }
         super::same_bits(&format!("special store {format:?}"), &got[0], &want[0]);
     }
-    let window = random_rows(rng, RowFormat::KvV4, 64, t);
-    let mut q = rng.floats(t * 512);
-    q.chunks_exact_mut(512).zip(&x).for_each(|(q, _)| q[rng.below(512)] = specials[rng.below(6)]);
-    pair.compare_any("special attend", &[t * 512], |kernels, out| {
-        let part = SeqPart { first: 0, count: t, start_pos: 0 };
-        done(kernels.attend(Attend {
-            q: mat(&q, t, 512),
-            window_cache: window.cache(),
-            window: &[SeqWindow { part, first_page_no: 0, pages: &window.list }],
-            window_tokens: 128,
-            compressed: None,
-            sinks: &[0.5],
-            scale: 512f32.powf(-0.5),
-            rounding: Rounding::Bf16,
-            out: mat_mut(&mut out[0], t, 512),
-        }));
-    });
 }

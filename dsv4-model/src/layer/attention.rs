@@ -213,8 +213,9 @@ impl Attention<'_> {
             scores,
         })?;
         if let Some(trace) = step.trace.as_deref_mut() {
-            trace.keep(self.layer, Probe::IndexScores, b.scores.view(t, rows)?)?;
-            trace.keep_rows(self.layer, b.selected.view(t, d.top_k)?)?;
+            let kernels = step.kernels;
+            trace.keep(self.layer, Probe::IndexScores, kernels, b.scores.view(t, rows)?)?;
+            trace.keep(self.layer, Probe::Selected, kernels, b.selected.view(t, d.top_k)?)?;
         }
         Ok(())
     }
@@ -289,7 +290,5 @@ fn index_query(
         y: b.index_w.view_mut(t, d.index_heads)?,
     })?;
     // The scale follows the rounding of the product, so it cannot be folded into the matrix.
-    let scale = step.index_scale;
-    b.index_w.view_mut(t, d.index_heads)?.f32()?.iter_mut().for_each(|w| *w *= scale);
-    Ok(())
+    kernels.scale(b.index_w.view_mut(t, d.index_heads)?, step.index_scale)
 }

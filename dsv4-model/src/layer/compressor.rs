@@ -68,7 +68,7 @@ pub(crate) fn run(
     finish(step, b, rows, &weights.norm, site)?;
     let done = b.rows.view(rows, site.dim)?;
     if let (Some(layer), Some(trace)) = (site.trace_layer, step.trace.as_deref_mut()) {
-        trace.keep(layer, Probe::CompressedKv, done)?;
+        trace.keep(layer, Probe::CompressedKv, step.kernels, done)?;
     }
     step.kernels.store_rows(StoreRows { rows: done, cache: site.cache, targets: &emission.targets })
 }

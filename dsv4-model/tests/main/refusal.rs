@@ -19,7 +19,8 @@ impl Bench {
         let model = model(FP4);
         let (device, geometry) = (CpuDevice::new(), model.geometry());
         let memory = PageMemory::new(&device, Place::Host, geometry, 4, 8, 2).unwrap();
-        Self { ws: Workspace::new(model.config(), 64, 2), memory }
+        let ws = Workspace::new(model.config(), model.kernels(), 64, 2).unwrap();
+        Self { ws, memory }
     }
 
     fn run(&mut self, seqs: Vec<SeqSpan>) -> Result<StepOutput, ForwardError> {

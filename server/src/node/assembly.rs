@@ -17,6 +17,7 @@ use crate::worker::events::publishes;
 use crate::worker::{Inbox, Link, Role, Shared, Worker, WorkerConfig, WorkerMsg, spawn};
 use anyhow::Context;
 use dsa_kernels::CpuDevice;
+use dsv4_model::Workspace;
 use pd_transfer::driver::{Driver, DriverConfig, DriverHandle, Verifier};
 use pd_transfer::endpoint::Upcall;
 use pd_transfer::inprocess::InProcessNet;
@@ -141,7 +142,11 @@ impl<'a> Assembly<'a> {
         } else {
             None
         };
-        let mut worker = Worker::new(config, model, pools, receiver, Arc::clone(&shared));
+        let (tokens, seqs) = (config.step_tokens as usize, config.max_running as usize);
+        let workspace = Workspace::new(model.config(), model.kernels(), tokens, seqs)
+            .context("allocate the buffers of a step")?;
+        let shared_too = Arc::clone(&shared);
+        let mut worker = Worker::new(config, model, pools, workspace, receiver, shared_too);
         if let Some(cache) = cache {
             worker.cache_in(cache);
         }

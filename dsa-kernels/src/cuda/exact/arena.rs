@@ -8,7 +8,7 @@ use crate::cuda::ops::{address, cache_of};
 use crate::device::{Device, Mem, MemSlice, Place};
 use crate::error::{DeviceError, KernelError};
 use crate::ops::{PagedCache, RowFormat};
-use crate::tensor::{TensorMut, TensorRef};
+use crate::tensor::{DType, TensorMut, TensorRef};
 use std::sync::MutexGuard;
 
 /// What each part begins with; it grows with what is asked of it.
@@ -54,12 +54,23 @@ impl Part {
 pub(super) struct Arena {
     pinned: Part,
     device: Part,
+    /// Nothing was enqueued since the stream was last waited for.
+    is_idle: bool,
 }
+
+/// Bytes of pieces in use after which a call waits and begins anew.
+const USED_MAX: u64 = 64 << 20;
 
 impl Arena {
     pub(super) fn new(device: &CudaDevice) -> Result<Self, DeviceError> {
         let part = |place| Part::new(device, place);
-        Ok(Self { pinned: part(Place::Pinned)?, device: part(Place::Device)? })
+        let (pinned, device) = (part(Place::Pinned)?, part(Place::Device)?);
+        Ok(Self { pinned, device, is_idle: true })
+    }
+
+    fn is_full(&self) -> bool {
+        let is_full = |part: &Part| part.used > USED_MAX || !part.outgrown.is_empty();
+        is_full(&self.pinned) || is_full(&self.device)
     }
 }
 
@@ -71,30 +82,28 @@ pub(super) struct Pages {
     offset: u64,
 }
 
-/// One call: its pieces of the arena are its own until it ends, with an idle stream.
+/// One call. Its pieces of the arena stay its own until the stream has been waited for.
 pub(super) struct Call<'k> {
     kernels: &'k ExactKernels,
     op: &'static str,
     arena: MutexGuard<'k, Arena>,
 }
 
-impl Drop for Call<'_> {
-    fn drop(&mut self) {
-        // Whoever looks at a result has waited; after an error nothing may use the pieces either. An
-        // error of the device comes again with the next call.
-        let _ = self.wait();
-        self.arena.pinned.clear();
-        self.arena.device.clear();
-    }
-}
-
 impl<'k> Call<'k> {
     pub(super) fn new(
         kernels: &'k ExactKernels,
         op: &'static str,
-        arena: MutexGuard<'k, Arena>,
-    ) -> Self {
-        Self { kernels, op, arena }
+        mut arena: MutexGuard<'k, Arena>,
+    ) -> Result<Self, KernelError> {
+        if arena.is_full() && !arena.is_idle {
+            kernels.device().wait(kernels.stream)?;
+            arena.is_idle = true;
+        }
+        if arena.is_idle {
+            arena.pinned.clear();
+            arena.device.clear();
+        }
+        Ok(Self { kernels, op, arena })
     }
 
     pub(super) const fn op(&self) -> &'static str {
@@ -105,8 +114,15 @@ impl<'k> Call<'k> {
         self.kernels.device()
     }
 
-    pub(super) fn wait(&self) -> Result<(), KernelError> {
-        Ok(self.device().wait(self.kernels.stream)?)
+    pub(super) fn wait(&mut self) -> Result<(), KernelError> {
+        self.device().wait(self.kernels.stream)?;
+        self.arena.is_idle = true;
+        Ok(())
+    }
+
+    pub(super) fn copy(&mut self, to: &MemSlice, from: &MemSlice) -> Result<(), KernelError> {
+        self.arena.is_idle = false;
+        Ok(self.device().copy(self.kernels.stream, to, from)?)
     }
 
     /// Device memory that holds anything.
@@ -127,7 +143,7 @@ impl<'k> Call<'k> {
     pub(super) fn bytes(&mut self, bytes: &[u8]) -> Result<MemSlice, KernelError> {
         let (from, to) = (self.pinned(bytes.len())?, self.room(bytes.len())?);
         from.mem.write(from.offset, bytes)?;
-        self.device().copy(self.kernels.stream, &to, &from)?;
+        self.copy(&to, &from)?;
         Ok(to)
     }
 
@@ -141,19 +157,38 @@ impl<'k> Call<'k> {
 
     /// A tensor's values in device memory.
     pub(super) fn input(&mut self, tensor: &TensorRef<'_>) -> Result<MemSlice, KernelError> {
-        match tensor.f32() {
-            Ok(values) => self.f32s(values),
-            Err(_) => {
+        if let Some(there) = tensor.device() {
+            return Ok(there);
+        }
+        match tensor.dtype() {
+            DType::F32 => self.f32s(tensor.f32()?),
+            DType::I32 => {
                 let values = tensor.i32()?.iter().flat_map(|value| value.to_le_bytes());
                 self.bytes(&values.collect::<Vec<_>>())
             }
         }
     }
 
+    /// Device memory for a tensor's values: its own, or a piece.
+    pub(super) fn target(&mut self, tensor: &TensorMut<'_>) -> Result<MemSlice, KernelError> {
+        match tensor.device() {
+            Some(there) => Ok(there),
+            None => self.values(tensor.rows() * tensor.cols()),
+        }
+    }
+
+    /// A tensor's values in device memory, to be changed there.
+    pub(super) fn changed(&mut self, tensor: &mut TensorMut<'_>) -> Result<MemSlice, KernelError> {
+        match tensor.device() {
+            Some(there) => Ok(there),
+            None => self.f32s(tensor.f32()?),
+        }
+    }
+
     /// Bytes out of device memory, when all work is done.
     fn fetch(&mut self, from: &MemSlice) -> Result<Vec<u8>, KernelError> {
         let to = self.pinned(from.len as usize)?;
-        self.device().copy(self.kernels.stream, &to, from)?;
+        self.copy(&to, from)?;
         self.wait()?;
         let mut bytes = vec![0; from.len as usize];
         to.mem.read(to.offset, &mut bytes)?;
@@ -165,12 +200,15 @@ impl<'k> Call<'k> {
         Ok(bytes.as_chunks::<4>().0.iter().map(|word| f32::from_le_bytes(*word)).collect())
     }
 
-    /// A tensor's values out of device memory.
+    /// A tensor's values out of device memory, if it is on the host.
     pub(super) fn output(
         &mut self,
         tensor: &mut TensorMut<'_>,
         from: &MemSlice,
     ) -> Result<(), KernelError> {
+        if tensor.device().is_some() {
+            return Ok(());
+        }
         let bytes = self.fetch(from)?;
         let words = bytes.as_chunks::<4>().0.iter();
         if let Ok(values) = tensor.f32() {
@@ -202,7 +240,7 @@ impl<'k> Call<'k> {
     }
 
     pub(super) fn launch<T: Arguments>(
-        &self,
+        &mut self,
         name: &'static str,
         grid: [usize; 3],
         threads: u32,
@@ -214,10 +252,13 @@ impl<'k> Call<'k> {
             return Err(KernelError::Argument { op: self.op, what: "too much for one launch" });
         };
         let launch = Launch { grid: [x, y, z], threads, is_cooperative: false, overlaps: false };
+        self.arena.is_idle = false;
         self.kernels.cuda.launch(self.kernels.stream, name, &launch, arguments)
     }
 
-    pub(super) fn cuda(&self) -> &'k crate::cuda::CudaKernels {
+    /// What launches other kernels on [`Call::stream`].
+    pub(super) fn cuda(&mut self) -> &'k crate::cuda::CudaKernels {
+        self.arena.is_idle = false;
         &self.kernels.cuda
     }
 

@@ -52,7 +52,7 @@ pub(super) fn index_select(mut call: Call<'_>, mut a: IndexSelect<'_>) -> Done {
     let (q, w) = (call.input(&a.q)?, call.input(&a.w)?);
     let (table, pages) = (call.u32s(&tokens.words())?, call.u32s(&tokens.pages)?);
     let keys = call.pages(a.keys.mem)?;
-    let (scores, selected) = (call.values(count * most)?, call.values(count * a.top_k)?);
+    let (scores, selected) = (call.values(count * most)?, call.target(&a.selected)?);
     let arguments = ExactScoreArgs {
         q: call.address(&q)?,
         w: call.address(&w)?,
@@ -114,8 +114,7 @@ pub(super) fn attend(mut call: Call<'_>, mut a: Attend<'_>) -> Done {
     let terms_stride = a.window_tokens as usize + rows_most;
     let (q, sinks) = (call.input(&a.q)?, call.f32s(a.sinks)?);
     let (table, pages) = (call.u32s(&tokens.words())?, call.u32s(&tokens.pages)?);
-    let (terms, out) =
-        (call.values(count * heads * terms_stride)?, call.values(count * heads * 512)?);
+    let (terms, out) = (call.values(count * heads * terms_stride)?, call.target(&a.out)?);
     let window = call.pages(a.window_cache.mem)?;
     let mut arguments = ExactAttendArgs {
         q: call.address(&q)?,

@@ -48,7 +48,7 @@ pub(super) fn linear(mut call: Call<'_>, mut a: Linear<'_>) -> Done {
     let (t, n) = (a.y.rows(), a.y.cols());
     let x = call.input(&a.x)?;
     let x = quantised(&mut call, x, (t, a.x.cols(), a.weight.cols()), a.quant)?;
-    let y = call.values(t * n)?;
+    let y = call.target(&a.y)?;
     let arguments = ExactLinearArgs {
         x: call.address(&x)?,
         y: call.address(&y)?,
@@ -67,7 +67,7 @@ pub(super) fn route(mut call: Call<'_>, mut a: Route<'_>) -> Done {
     let (t, count, k) = (a.logits.rows(), a.logits.cols(), a.k);
     holds(call.op(), count <= EXPERTS_MAX, "more than 1024 experts")?;
     let logits = call.input(&a.logits)?;
-    let (experts, weights) = (call.values(t * k)?, call.values(t * k)?);
+    let (experts, weights) = (call.target(&a.experts)?, call.target(&a.weights)?);
     let mut arguments = ExactRouteArgs {
         logits: call.address(&logits)?,
         experts: call.address(&experts)?,
@@ -122,7 +122,7 @@ pub(super) fn moe(mut call: Call<'_>, mut a: Moe<'_>) -> Done {
     // Each token with each of its experts, and with the shared one.
     let pairs = t * (k + 1);
     let (inner, out) = (call.values(pairs * width)?, call.values(pairs * d)?);
-    let y = call.values(t * d)?;
+    let y = call.target(&a.y)?;
     let mut arguments = ExactMoeArgs {
         x: call.address(&x)?,
         experts: call.address(&experts)?,

@@ -39,13 +39,12 @@ pub(super) fn store(mut call: Call<'_>, a: &StoreRows<'_>) -> Done {
         };
         call.cuda().store_device_rows(call.stream(), &store)?;
     }
-    call.give_back(&pages, a.cache.mem)?;
-    call.wait()
+    call.give_back(&pages, a.cache.mem)
 }
 
 pub(super) fn load(mut call: Call<'_>, mut a: LoadRows<'_>) -> Done {
-    let (count, width) = (a.rows.rows(), a.rows.cols());
-    let (rows, sources) = (call.values(count * width)?, call.u32s(&words(a.sources))?);
+    let count = a.rows.rows();
+    let (rows, sources) = (call.target(&a.rows)?, call.u32s(&words(a.sources))?);
     let pages = call.pages(a.cache.mem)?;
     let arguments = ExactRowsArgs {
         rows: call.address(&rows)?,
@@ -69,7 +68,7 @@ pub(super) fn compress(mut call: Call<'_>, mut a: Compress<'_>) -> Done {
         list.extend(numbers.into_iter().flat_map(u32::to_le_bytes));
     }
     let seqs = call.bytes(&list)?;
-    let rows = call.values(a.rows.rows() * a.rows.cols())?;
+    let rows = call.target(&a.rows)?;
     let arguments = ExactCompressArgs {
         kv: call.address(&kv)?,
         gate: call.address(&gate)?,

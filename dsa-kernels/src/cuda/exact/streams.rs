@@ -2,21 +2,24 @@
 
 use super::arena::Call;
 use super::matrix;
+use crate::cpu::CpuReference;
 use crate::cuda::abi::{
     ExactEmbedArgs, ExactHyperArgs, ExactHyperPostArgs, ExactNormArgs, ExactQueryArgs,
-    ExactRopeArgs,
+    ExactRopeArgs, ExactScaleArgs,
 };
 use crate::cuda::ops::rounding_code;
 use crate::error::KernelError;
 use crate::ops::{
-    Embed, HyperHead, HyperPost, HyperPre, HyperWeights, IndexQuery, IndexRounding, RmsNorm, Rope,
+    Embed, HyperHead, HyperPost, HyperPre, HyperWeights, IndexQuery, IndexRounding, Kernels as _,
+    RmsNorm, Rope, RopeTable,
 };
+use crate::tensor::TensorMut;
 
 type Done = Result<(), KernelError>;
 
 pub(super) fn embed(mut call: Call<'_>, mut a: Embed<'_>) -> Done {
     let table = matrix(call.op(), a.table)?;
-    let (ids, out) = (call.u32s(a.ids)?, call.values(a.streams.rows() * a.streams.cols())?);
+    let (ids, out) = (call.u32s(a.ids)?, call.target(&a.streams)?);
     let arguments = ExactEmbedArgs {
         ids: call.address(&ids)?,
         out: call.address(&out)?,
@@ -42,7 +45,7 @@ fn hyper(call: &mut Call<'_>, weights: &HyperWeights) -> Result<ExactHyperArgs, 
 pub(super) fn hyper_pre(mut call: Call<'_>, mut a: HyperPre<'_>) -> Done {
     let (t, d) = (a.y.rows(), a.y.cols());
     let streams = call.input(&a.streams)?;
-    let (post, comb, y) = (call.values(4 * t)?, call.values(16 * t)?, call.values(d * t)?);
+    let (post, comb, y) = (call.target(&a.post)?, call.target(&a.comb)?, call.target(&a.y)?);
     let arguments = ExactHyperArgs {
         streams: call.address(&streams)?,
         post: call.address(&post)?,
@@ -64,7 +67,7 @@ pub(super) fn hyper_pre(mut call: Call<'_>, mut a: HyperPre<'_>) -> Done {
 
 pub(super) fn hyper_head(mut call: Call<'_>, mut a: HyperHead<'_>) -> Done {
     let (t, d) = (a.y.rows(), a.y.cols());
-    let (streams, y) = (call.input(&a.streams)?, call.values(d * t)?);
+    let (streams, y) = (call.input(&a.streams)?, call.target(&a.y)?);
     let arguments = ExactHyperArgs {
         streams: call.address(&streams)?,
         y: call.address(&y)?,
@@ -81,7 +84,7 @@ pub(super) fn hyper_head(mut call: Call<'_>, mut a: HyperHead<'_>) -> Done {
 
 pub(super) fn hyper_post(mut call: Call<'_>, mut a: HyperPost<'_>) -> Done {
     let (t, d) = (a.out.rows(), a.out.cols());
-    let streams = call.f32s(a.streams.f32()?)?;
+    let streams = call.changed(&mut a.streams)?;
     let (out, post, comb) = (call.input(&a.out)?, call.input(&a.post)?, call.input(&a.comb)?);
     let arguments = ExactHyperPostArgs {
         streams: call.address(&streams)?,
@@ -99,7 +102,7 @@ pub(super) fn hyper_post(mut call: Call<'_>, mut a: HyperPost<'_>) -> Done {
 
 pub(super) fn rms_norm(mut call: Call<'_>, mut a: RmsNorm<'_>) -> Done {
     let count = a.x.rows() * a.x.cols();
-    let (x, y) = (call.input(&a.x)?, call.values(count)?);
+    let (x, y) = (call.input(&a.x)?, call.target(&a.y)?);
     let weight = a.weight.map(|weight| call.f32s(weight)).transpose()?;
     let groups = count / a.dim;
     let arguments = ExactNormArgs {
@@ -117,7 +120,7 @@ pub(super) fn rms_norm(mut call: Call<'_>, mut a: RmsNorm<'_>) -> Done {
 
 pub(super) fn rope(mut call: Call<'_>, mut a: Rope<'_>) -> Done {
     let heads = a.x.rows() * (a.x.cols() / a.dim);
-    let (x, table) = (call.f32s(a.x.f32()?)?, call.input(&a.table)?);
+    let (x, table) = (call.changed(&mut a.x)?, call.input(&a.table)?);
     let arguments = ExactRopeArgs {
         x: call.address(&x)?,
         table: call.address(&table)?,
@@ -134,7 +137,7 @@ pub(super) fn rope(mut call: Call<'_>, mut a: Rope<'_>) -> Done {
 
 pub(super) fn index_query(mut call: Call<'_>, mut a: IndexQuery<'_>) -> Done {
     let heads = a.q.rows() * (a.q.cols() / 128);
-    let (q, table) = (call.f32s(a.q.f32()?)?, call.input(&a.table)?);
+    let (q, table) = (call.changed(&mut a.q)?, call.input(&a.table)?);
     let arguments = ExactQueryArgs {
         q: call.address(&q)?,
         table: call.address(&table)?,
@@ -150,4 +153,24 @@ pub(super) fn index_query(mut call: Call<'_>, mut a: IndexQuery<'_>) -> Done {
     };
     call.launch("exact_query", [heads.div_ceil(16), 1, 1], 128, &arguments)?;
     call.output(&mut a.q, &q)
+}
+
+pub(super) fn scale(mut call: Call<'_>, mut x: TensorMut<'_>, factor: f32) -> Done {
+    let count = x.rows() * x.cols();
+    let values = call.changed(&mut x)?;
+    let arguments = ExactScaleArgs { x: call.address(&values)?, count: count as u32, factor };
+    call.launch("exact_scale", [count.div_ceil(256), 1, 1], 256, &arguments)?;
+    call.output(&mut x, &values)
+}
+
+/// Tables are those of the reference's library, so they are made where it runs.
+pub(super) fn rope_table(mut call: Call<'_>, mut a: RopeTable<'_>) -> Done {
+    let (rows, cols) = (a.table.rows(), a.table.cols());
+    let Some(there) = a.table.device() else { return CpuReference.rope_table(a) };
+    let mut values = vec![0.0; rows * cols];
+    let table = TensorMut::from_f32(&mut values, rows, cols)?;
+    CpuReference.rope_table(RopeTable { positions: a.positions, freqs: a.freqs, table })?;
+    let made = call.f32s(&values)?;
+    call.copy(&there, &made)?;
+    call.output(&mut a.table, &there)
 }
