@@ -42,6 +42,9 @@ def main():
             count = str(row["selected"]).split()[0]
             name = "window" if count == "0" else f"w128_{count}"
             lines[f"attend.b{row['batch']}_{name}"] = row["us"]
+    # The peer's rows are BF16 before it starts; ours are expanded in the time that is measured.
+    for row in rows(folder, "c_sparse_prefill"):
+        lines[f"attend_prefill.q{row['q_tokens']}_{row['topk'] - 128}"] = row["us"]
     for row in rows(folder, "d_c4_step"):
         if row["phase"] == "boundary":
             op = "c4_step" if row["dim"] == 512 else "c4_index_step"

@@ -153,6 +153,7 @@ struct AttendArgs {
   u64 selected;
   u64 sinks;
   u64 out;
+  u64 expanded;
   Cache window;
   Cache compressed;
   u32 tokens;

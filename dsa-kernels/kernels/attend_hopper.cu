@@ -19,29 +19,25 @@
 #define AT_TERMS (AT_TILES + STAGES * TILE_BYTES)  // 64 heads x 64 rows, BF16
 #define AT_MAXIMA (AT_TERMS + 8192u)               // [2][64]
 #define AT_MERGES (AT_MAXIMA + 512u)
-#define AT_VALID (AT_MERGES + HEADS * 8u)          // [STAGES] of 64 bits
+#define AT_VALID (AT_MERGES + HEADS * 16u)         // [STAGES] of 64 bits
 #define AT_BARRIERS (AT_VALID + STAGES * 8u)
 #define AT_FACTORS (AT_BARRIERS + 4u * STAGES * 8u)  // three kinds
-#define AT_POINTERS (AT_FACTORS + FACTOR_BYTES(HEADS, RUNS_MAX))
+#define AT_POINTERS (AT_FACTORS + 2u * FACTOR_BYTES(HEADS, RUNS_MAX))
 #define SHARED_USED (AT_POINTERS + ROWS_KNOWN * 16u + 1024u)
-// The values of a run take the place of the tiles and some of the terms.
+// The values of a run take the place of the tiles, as 16-bit numbers.
 #define VALUE_STRIDE (WIDTH + 8u)
 
 #if HAS_WGMMA
 
-// 256 threads; all loads of a half are under way before the first is stored.
-DEVICE void load_queries(const AttendArgs &a, u8 *shared, u32 token, u32 first_head, u32 t) {
+// All threads, before anything else that has to be waited for: the copies are on their way while rows
+// are looked up.
+DEVICE void ask_for_queries(const AttendArgs &a, u8 *shared, u32 token, u32 first_head, u32 t) {
   const uint4 *from = at<uint4>(a.q + 2 * ((u64)token * a.heads + first_head) * WIDTH);
 #pragma unroll
-  for (u32 half = 0; half < 2; half++) {
-    uint4 v[8];
-#pragma unroll
-    for (u32 i = 0; i < 8; i++) v[i] = load(from + (8 * half + i) * 256 + t);
-#pragma unroll
-    for (u32 i = 0; i < 8; i++) {
-      u32 n = (8 * half + i) * 256 + t, head = n / 64, column = n % 64;
-      *reinterpret_cast<uint4 *>(shared + AT_QUERY + (column / 8) * COLUMN_BYTES + swizzled(head, 16 * (column & 7))) = v[i];
-    }
+  for (u32 i = 0; i < HEADS * WIDTH / 8 / THREADS; i++) {
+    u32 n = i * THREADS + t, head = n / 64, column = n % 64;
+    u32 to = shared_address(shared + AT_QUERY) + (column / 8) * COLUMN_BYTES + swizzled(head, 16 * (column & 7));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + n) : "memory");
   }
 }
 
@@ -224,52 +220,153 @@ DEVICE void multiply(const AttendArgs &a, u8 *shared, u32 stage, u32 parity, f32
   pin(values[1]);
 }
 
-// Leaves this run's values (FP32, heads x 512, in place of the tiles), maxima and sums in shared
-// memory.
+// What a run's block of threads leaves for the others: maximum and sum of each head, and the unit of
+// its values in each half of the columns.
+struct Left {
+  f32 most, sum, unit[2];
+};
+
+// 2^23 + 2^22 + 2^15: what is added to it lies, as an integer, in the 16 low bits.
+#define ROUNDER 12615680.0f
+
+// The power of two of which values up to `peak` are less than 2^14 times; NaN if one of them is not
+// finite. `up` is its reciprocal.
+DEVICE f32 unit_of(f32 peak, f32 &up) {
+  u32 exponent = max(bits_of(peak) >> 23, 15u);
+  up = from_bits((267u - exponent) << 23);
+  return exponent == 255 ? from_bits(0x7fc00000u) : from_bits((exponent - 13u) << 23);
+}
+
+// Leaves this run's values (heads x 512, in place of the tiles), maxima and sums in shared memory. What
+// the blocks of a cluster can read of each other in a microsecond is little, so values are 16-bit
+// multiples of a unit for each head and half: off by 2^-14 of the largest at most.
 DEVICE void leave(u8 *shared, const f32 (&values)[2][64], Softmax &soft, u32 group, u32 t) {
   u32 lane = t & 31, warp = (t / 32) & 3, head = 16 * warp + lane / 4;
-  Merge *merges = reinterpret_cast<Merge *>(shared + AT_MERGES);
-  f32 *sums = reinterpret_cast<f32 *>(shared + AT_MAXIMA), *out = reinterpret_cast<f32 *>(shared + AT_TILES);
+  Left *left = reinterpret_cast<Left *>(shared + AT_MERGES);
+  f32 *sums = reinterpret_cast<f32 *>(shared + AT_MAXIMA);
+  u16 *out = reinterpret_cast<u16 *>(shared + AT_TILES);
+  f32 peak[2] = {0, 0}, up[2];
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    soft.sum[half] += __shfl_xor_sync(~0u, soft.sum[half], 1);
-    soft.sum[half] += __shfl_xor_sync(~0u, soft.sum[half], 2);
-  }
+  for (int i = 0; i < 128; i++) peak[(i >> 1) & 1] = max_keeping_nan(peak[(i >> 1) & 1], fabsf(values[i / 64][i & 63]));
   named_barrier(1, 256);
 #pragma unroll
-  for (int half = 0; half < 2; half++)
-    if ((lane & 3) == 0) sums[64 * group + head + 8 * half] = soft.sum[half];
+  for (int half = 0; half < 2; half++) {
+#pragma unroll
+    for (int step = 1; step < 3; step++) {
+      soft.sum[half] += __shfl_xor_sync(~0u, soft.sum[half], step);
+      peak[half] = max_keeping_nan(peak[half], __shfl_xor_sync(~0u, peak[half], step));
+    }
+    f32 unit = unit_of(peak[half], up[half]);
+    if ((lane & 3) == 0) sums[64 * group + head + 8 * half] = soft.sum[half], left[head + 8 * half].unit[group] = unit;
+  }
 #pragma unroll
   for (int i = 0; i < 128; i += 2) {
-    u32 row = head + 8 * ((i >> 1) & 1), column = 256 * group + 8 * (i / 4) + 2 * (lane & 3);
-    *reinterpret_cast<float2 *>(out + row * VALUE_STRIDE + column) = make_float2(values[i / 64][i & 63], values[i / 64][(i & 63) + 1]);
+    u32 half = (i >> 1) & 1, column = 256 * group + 8 * (i / 4) + 2 * (lane & 3);
+    u32 low = bits_of(fmaf(values[i / 64][i & 63], up[half], ROUNDER));
+    u32 high = bits_of(fmaf(values[i / 64][(i & 63) + 1], up[half], ROUNDER));
+    *reinterpret_cast<u32 *>(out + (head + 8 * half) * VALUE_STRIDE + column) = __byte_perm(low, high, 0x5410);
   }
   named_barrier(1, 256);
   if (group == 0 && (lane & 3) == 0) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       u32 row = head + 8 * half;
-      merges[row].most = soft.most[half], merges[row].sum = sums[row] + sums[64 + row];
+      left[row].most = soft.most[half], left[row].sum = sums[row] + sums[64 + row];
     }
+  }
+}
+
+// What the values of each run are to be multiplied with: [head][run][half of the columns]. `left` are
+// those of the runs.
+template <u32 RUNS>
+DEVICE void weigh_runs(const AttendArgs &a, f32 *factors, float4 (&left)[RUNS], u32 first_head, u32 t) {
+  f32 sink = load(at<f32>(a.sinks) + first_head + t) * LOG2E, most = sink;
+#pragma unroll
+  for (u32 s = 0; s < RUNS; s++) most = max_keeping_nan(most, left[s].x);
+  most = finite_max(most);
+  f32 sum = fast_exp2(sink - most);
+#pragma unroll
+  for (u32 s = 0; s < RUNS; s++) {
+    left[s].x = fast_exp2(left[s].x - most);
+    sum = fmaf(left[s].y, left[s].x, sum);
+  }
+#pragma unroll
+  for (u32 s = 0; s < RUNS; s++) {
+    f32 factor = divide(left[s].x, sum);
+    factors[2 * (t * RUNS + s)] = factor * left[s].z, factors[2 * (t * RUNS + s) + 1] = factor * left[s].w;
+  }
+}
+
+// Vector `v` of eight values of all runs.
+template <u32 RUNS> DEVICE void read_runs(float4 (&part)[RUNS], const u8 *shared, u32 v) {
+  u32 place = 2 * ((v / (WIDTH / 8)) * VALUE_STRIDE + v % (WIDTH / 8) * 8);
+#pragma unroll
+  for (u32 s = 0; s < RUNS; s++) part[s] = peer_load4(peer_address(shared + AT_TILES, s) + place);
+}
+
+template <u32 RUNS> DEVICE uint4 sum_of_runs(const float4 (&part)[RUNS], const f32 *factors, u32 v) {
+  u32 head = v / (WIDTH / 8), half = v % (WIDTH / 8) / (WIDTH / 16);
+  f32 out[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+#pragma unroll
+  for (u32 s = 0; s < RUNS; s++) {
+    f32 factor = factors[2 * (head * RUNS + s) + half];
+    u32 words[4] = {bits_of(part[s].x), bits_of(part[s].y), bits_of(part[s].z), bits_of(part[s].w)};
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+      u32 bits = __byte_perm(words[i / 2], 0x4b400000u, i & 1 ? 0x7632 : 0x7610);
+      out[i] = fmaf(from_bits(bits) - ROUNDER, factor, out[i]);
+    }
+  }
+  return {pack_bf16(out[0], out[1]), pack_bf16(out[2], out[3]), pack_bf16(out[4], out[5]), pack_bf16(out[6], out[7])};
+}
+
+// Adds the runs of a cluster in their order: this block's share of the output. The first values are on
+// their way while other threads, which have none of ten runs, compute their factors.
+template <u32 RUNS>
+DEVICE void add_runs(const AttendArgs &a, u8 *shared, u32 first_head, u32 token, u32 rank, u32 t) {
+  const u32 VECTORS = HEADS * WIDTH / 8;
+  const Left *left = reinterpret_cast<const Left *>(shared + AT_MERGES);
+  f32 *factors = reinterpret_cast<f32 *>(shared + AT_FACTORS);
+  u32 v = VECTORS * rank / RUNS + t, end = VECTORS * (rank + 1) / RUNS;
+  float4 part[RUNS];
+  u32 of_head = t - (THREADS - HEADS);
+  if (t >= THREADS - HEADS) {
+    float4 others[RUNS];
+#pragma unroll
+    for (u32 s = 0; s < RUNS; s++) others[s] = peer_load4(peer_address(left + of_head, s));
+    weigh_runs<RUNS>(a, factors, others, first_head, of_head);
+  }
+  if (v < end) read_runs<RUNS>(part, shared, v);
+  __syncthreads();
+#pragma unroll 1
+  while (v < end) {
+    uint4 *to = at<uint4>(a.out + 2 * (((u64)token * a.heads + first_head) * WIDTH + 8ull * v));
+    *to = sum_of_runs<RUNS>(part, factors, v);
+    v += THREADS;
+    if (v < end) read_runs<RUNS>(part, shared, v);
   }
 }
 
 template <u32 RUNS> DEVICE void attend(const AttendArgs &a) {
   extern __shared__ u8 raw_shared[];
   u8 *shared = raw_shared + ((1024u - (shared_address(raw_shared) & 1023u)) & 1023u);
-  u64 *half_full = reinterpret_cast<u64 *>(shared + AT_BARRIERS), *full = half_full + STAGES, *empty = full + STAGES;
+  u64 *half_full = reinterpret_cast<u64 *>(shared + AT_BARRIERS), *full = half_full + STAGES, *empty = full + STAGES,
+      *queries = empty + STAGES;
   u32 t = threadIdx.x, rank = cluster_rank(), token = blockIdx.y, first_head = blockIdx.z * HEADS;
   if (t == 0) {
     for (u32 i = 0; i < STAGES; i++)
       barrier_init(&half_full[i], PRODUCERS), barrier_init(&full[i], PRODUCERS), barrier_init(&empty[i], 2);
+    barrier_init(queries, THREADS);
     barrier_fence();
   }
   __syncthreads();
   wait_for_former();
+  ask_for_queries(a, shared, token, first_head, t);
   Listed ahead = listed_ahead<RUNS>(a, token, BLOCK, rank, t);
   Rows rows = rows_of(a, token);
   Run run = run_of<RUNS>(rows, BLOCK, rank);
   find_rows(a, rows, run, shared, run.first, t, THREADS, ahead);
+  arrive_after_copies(queries);
   __syncthreads();
   if (t >= 256) {
     // 256 x 80 + 256 x 176 registers are the 512 x 128 of the launch.
@@ -279,12 +376,11 @@ template <u32 RUNS> DEVICE void attend(const AttendArgs &a) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 176;");
     u32 group = uniform(t / 128);
     Softmax soft = {{-INFINITY, -INFINITY}, {0, 0}};
-    if (run.first < run.last) load_queries(a, shared, token, first_head, t);
     f32 values[2][64];
 #pragma unroll
     for (int i = 0; i < 128; i++) values[i / 64][i & 63] = 0;
+    barrier_wait(queries, 0);
     fence_async();
-    named_barrier(1, 256);
     for (u32 block = run.first; block < run.last; block++) {
       u32 n = block - run.first, stage = n % STAGES;
       multiply(a, shared, stage, (n / STAGES) & 1, values, soft, group, t);
@@ -299,9 +395,7 @@ template <u32 RUNS> DEVICE void attend(const AttendArgs &a) {
   if (t >= 256) asm volatile("setmaxnreg.inc.sync.aligned.u32 128;");
   release_next();
   cluster_sync();
-  combine<RUNS, HEADS, VALUE_STRIDE, THREADS>(a, reinterpret_cast<const f32 *>(shared + AT_TILES),
-                                              reinterpret_cast<const Merge *>(shared + AT_MERGES),
-                                              reinterpret_cast<f32 *>(shared + AT_FACTORS), first_head, token, rank, t);
+  add_runs<RUNS>(a, shared, first_head, token, rank, t);
   cluster_leave();
 }
 

@@ -213,6 +213,10 @@ DEVICE void barrier_wait(u64 *b, u32 parity) {
       "r"(parity)
       : "memory");
 }
+// Arrives once the thread's copies are there; the barrier counts it from the start.
+DEVICE void arrive_after_copies(u64 *b) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
+}
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void tile_load(void *to, const TensorMap *map, u64 *b, i32 c0, i32 c1, i32 c2) {
   asm volatile(

@@ -24,5 +24,5 @@ pub use manifest::{KernelInfo, Manifest};
 pub use ops::{
     AttendPath, CompressStep, DeviceAttend, DeviceRows, DeviceSelection, DigestPages, FinishRows,
     IndexKeys, MovePages, Norm, PagePool, QueryRows, ScorePath, ScoreRows, SelectFused, SelectRows,
-    StoreDeviceRows, fused_capacity, fused_scratch_bytes,
+    StoreDeviceRows, expanded_bytes, fused_capacity, fused_scratch_bytes,
 };

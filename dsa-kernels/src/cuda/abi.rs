@@ -162,6 +162,7 @@ structs! {
         selected: u64,
         sinks: u64,
         out: u64,
+        expanded: u64,
         window: Cache,
         compressed: Cache,
         tokens: u32,
@@ -398,7 +399,7 @@ mod tests {
         assert_eq!(size_of::<QueryArgs>(), 5 * 8 + 2 * 4);
         assert_eq!(size_of::<ScoreArgs>(), 384);
         assert_eq!(size_of::<SelectArgs>(), 3 * 8 + 4 * 4);
-        assert_eq!(size_of::<AttendArgs>(), 8 * 8 + 2 * 24 + 10 * 4);
+        assert_eq!(size_of::<AttendArgs>(), 9 * 8 + 2 * 24 + 10 * 4);
     }
 
     #[test]

@@ -9,7 +9,7 @@ mod index;
 mod pages;
 mod rows;
 
-pub use attend::{AttendPath, DeviceAttend, DeviceRows, DeviceSelection};
+pub use attend::{AttendPath, DeviceAttend, DeviceRows, DeviceSelection, expanded_bytes};
 pub use index::{
     IndexKeys, ScorePath, ScoreRows, SelectFused, SelectRows, fused_capacity, fused_scratch_bytes,
 };

@@ -1,6 +1,6 @@
 //! Attention over window and compressed rows.
 
-use super::{address, address_if, cache_of, holds};
+use super::{COUNT_END, address, address_if, cache_of, holds};
 use crate::cuda::CudaKernels;
 use crate::cuda::abi::{AttendArgs, Cache};
 use crate::cuda::driver::Launch;
@@ -45,6 +45,9 @@ pub struct DeviceRows<'a> {
 /// every batch. With more runs a query is done sooner, with fewer more queries are under way at once:
 /// on an H200 7 of ten runs, 22 of five, 66 of two.
 ///
+/// For prefill there is `Expanded`: rows of a sequence are turned into BF16 once, in memory that the
+/// caller lends, for all queries that choose among them; each query is then one block's work.
+///
 /// Cards without a kernel of its own for this, and heads that are no multiple of 64, take the portable
 /// one for each path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +58,8 @@ pub enum AttendPath {
     Five,
     /// Two runs: many queries, or few rows.
     Two,
+    /// One run over expanded rows: hundreds of queries of each sequence.
+    Expanded,
     /// The one for all cards: 16 heads a block, matrix instructions of a warp, five runs.
     Portable,
 }
@@ -65,7 +70,7 @@ pub enum AttendPath {
 ///
 /// The difference from the CPU's result is that of the order of sums, of `2^x` in hardware (2 ulp)
 /// and of terms rounded to BF16 relative to the maximum of a part of the rows: 5.3e-3 of the
-/// largest output of a head at most where it was tested.
+/// largest output of a head at most where it was tested, 6.1e-3 with [`AttendPath::Expanded`].
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceAttend<'a> {
     /// BF16 `[tokens, heads * 512]`, rotated.
@@ -98,6 +103,27 @@ pub struct DeviceAttend<'a> {
     pub tokens_per_seq: u32,
     /// Kernel.
     pub path: AttendPath,
+    /// For [`AttendPath::Expanded`]: memory that it overwrites, [`expanded_bytes`] long.
+    pub workspace: Option<&'a MemSlice>,
+}
+
+/// Bytes that [`AttendPath::Expanded`] needs: 1 KiB for each row of the pages in the tables.
+#[must_use]
+pub fn expanded_bytes(a: &DeviceAttend<'_>) -> u64 {
+    let seqs = u64::from(a.tokens / a.tokens_per_seq.max(1));
+    seqs.saturating_mul(rows_per_seq(a)).saturating_mul(ROW_BYTES)
+}
+
+/// Bytes of an expanded row, and rows that one block of threads expands.
+const ROW_BYTES: u64 = 1024;
+const ROWS_PER_BLOCK: u64 = 16;
+
+/// Rows of the pages in the tables of a sequence.
+fn rows_per_seq(a: &DeviceAttend<'_>) -> u64 {
+    let rows =
+        |pages: u32, cache: &PagedCache<'_>| u64::from(pages) * u64::from(cache.rows_per_page);
+    let far = a.compressed.as_ref().map_or(0, |c| rows(c.pages_per_seq, &c.cache));
+    rows(a.window_pages_per_seq, &a.window).saturating_add(far)
 }
 
 impl CudaKernels {
@@ -140,6 +166,9 @@ impl CudaKernels {
             compressed(op, &mut arguments, rows, seqs)?;
         }
         let is_hopper = self.device().compute() == (9, 0) && a.heads.is_multiple_of(64);
+        if is_hopper && a.path == AttendPath::Expanded {
+            return self.attend_expanded(s, a, &mut arguments);
+        }
         let (name, runs, threads, heads) = match a.path {
             AttendPath::Ten if is_hopper => ("attend_hopper_x10", 10, 512, 64),
             AttendPath::Five if is_hopper => ("attend_hopper_x5", 5, 512, 64),
@@ -149,6 +178,28 @@ impl CudaKernels {
         let grid = [runs, a.tokens, a.heads / heads];
         let launch = Launch { grid, threads, is_cooperative: false, overlaps: true };
         self.launch(s, name, &launch, &arguments)
+    }
+
+    /// Expands the rows, then attends: a block of threads for each multiprocessor.
+    fn attend_expanded(
+        &self,
+        s: StreamId,
+        a: &DeviceAttend<'_>,
+        arguments: &mut AttendArgs,
+    ) -> Result<(), KernelError> {
+        let op = "attend";
+        let (seqs, rows) = (a.tokens / a.tokens_per_seq, rows_per_seq(a));
+        holds(op, u64::from(seqs).saturating_mul(rows) < COUNT_END, "2^31 rows or more to expand")?;
+        holds(op, a.scale > 0.0, "a scale that is not positive")?;
+        arguments.expanded = address_if(op, "workspace", a.workspace, expanded_bytes(a), 16)?;
+        holds(op, arguments.expanded != 0, "no workspace for expanded rows")?;
+        let grid = [rows.div_ceil(ROWS_PER_BLOCK) as u32, seqs, 1];
+        let launch = Launch { grid, threads: 256, is_cooperative: false, overlaps: true };
+        self.launch(s, "attend_expand", &launch, arguments)?;
+        let items = u64::from(a.tokens) * u64::from(a.heads / 64);
+        let blocks = items.min(self.device().multiprocessors().into()) as u32;
+        let launch = Launch { grid: [blocks, 1, 1], threads: 512, ..launch };
+        self.launch(s, "attend_prefill_hopper", &launch, arguments)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::{Gpu, STREAM, gpu, shuffled};
 use dsa_kernels::cpu::CpuReference;
-use dsa_kernels::cuda::{AttendPath, DeviceAttend, DeviceRows, DeviceSelection};
+use dsa_kernels::cuda::{AttendPath, DeviceAttend, DeviceRows, DeviceSelection, expanded_bytes};
 use dsa_kernels::ops::*;
 use dsa_kernels::testing::Rng;
 use dsa_kernels::{CpuDevice, Device, Mem, Place, TensorMut, TensorRef};
@@ -155,7 +155,7 @@ impl Case {
             pages_per_seq: far.per_seq as u32,
             selection,
         });
-        let a = DeviceAttend {
+        let mut a = DeviceAttend {
             q: &q,
             positions: &positions,
             window: self.window.cache(64),
@@ -171,7 +171,10 @@ impl Case {
             heads: self.sinks.len() as u32,
             tokens_per_seq: self.tokens_per_seq as u32,
             path,
+            workspace: None,
         };
+        let workspace = gpu.poisoned(expanded_bytes(&a) as usize);
+        a.workspace = Some(&workspace);
         gpu.kernels.attend_rows(STREAM, &a).unwrap();
         gpu.read_bf16(&out)
     }
@@ -240,13 +243,20 @@ impl Case {
     }
 }
 
+const PATHS: [AttendPath; 5] = [
+    AttendPath::Ten,
+    AttendPath::Five,
+    AttendPath::Two,
+    AttendPath::Expanded,
+    AttendPath::Portable,
+];
 const LAST: [u32; 9] = [0, 1, 2, 61, 69, 127, 128, 576, 2600];
 
 #[test]
 fn attention_is_that_of_fp64() {
     let Some(gpu) = gpu("attention_is_that_of_fp64") else { return };
     let rng = &mut gpu.rng(31);
-    for path in [AttendPath::Ten, AttendPath::Five, AttendPath::Two, AttendPath::Portable] {
+    for path in PATHS {
         let mut worst = 0.0;
         for heads in [16, 64, 128] {
             for choice in [
@@ -275,7 +285,7 @@ fn attention_is_that_of_fp64() {
 fn attention_does_not_depend_on_the_batch() {
     let Some(gpu) = gpu("attention_does_not_depend_on_the_batch") else { return };
     let rng = &mut gpu.rng(32);
-    for path in [AttendPath::Ten, AttendPath::Five, AttendPath::Two, AttendPath::Portable] {
+    for path in PATHS {
         let whole = case(gpu, rng, &[600, 61, 2600, 130, 513], 1, 64, &Choice::Listed(512));
         let together = whole.run(gpu, path);
         let far = whole.far.as_ref().unwrap();
@@ -306,5 +316,23 @@ fn attention_does_not_depend_on_the_batch() {
                 "{path:?}, sequence {n}"
             );
         }
+    }
+}
+
+#[test]
+fn many_queries_over_expanded_rows_are_right() {
+    let Some(gpu) = gpu("many_queries_over_expanded_rows_are_right") else { return };
+    let rng = &mut gpu.rng(33);
+    // More queries than multiprocessors, so that each takes several, of different lengths.
+    for (heads, choice, name) in [
+        (64, Choice::Listed(512), "512 listed"),
+        (64, Choice::All(4), "all, ratio 4"),
+        (128, Choice::None, "window"),
+    ] {
+        let c = case(gpu, rng, &[1700, 300], 300, heads, &choice);
+        let path = AttendPath::Expanded;
+        let mut worst = 0.0;
+        c.check(gpu, &format!("{path:?}, {heads} heads, {name}"), path, &mut worst);
+        println!("600 queries, {name}: largest error {worst:.2e} of a head's largest output");
     }
 }

@@ -64,6 +64,7 @@ struct Step {
     window_pages: MemSlice,
     sinks: MemSlice,
     out: MemSlice,
+    expanded: MemSlice,
     copy: MemSlice,
     list: MemSlice,
     digests: MemSlice,
@@ -110,6 +111,7 @@ fn step(gpu: &Gpu) -> Step {
         window_pages: gpu.u32s(&shuffled(rng, 2)),
         sinks: gpu.f32s(&rng.floats(64)),
         out: gpu.poisoned(64 * 512 * 2),
+        expanded: gpu.poisoned((PAGES + 2) * 64 * 1024),
         copy: gpu.poisoned(PAGES * 8448),
         list: gpu.u32s(&shuffled(rng, PAGES)),
         digests: gpu.poisoned(16 * PAGES),
@@ -220,6 +222,7 @@ impl Step {
             heads: 64,
             tokens_per_seq: 1,
             path,
+            workspace: Some(&self.expanded),
         };
         kernels.attend_rows(STREAM, &a).unwrap();
     }
@@ -282,7 +285,7 @@ fn until_selection(s: &Step, k: &CudaKernels) {
     s.select(k);
 }
 
-const LINKS: [Link; 10] = [
+const LINKS: [Link; 12] = [
     Link {
         name: "move, store",
         before: |_, _| {},
@@ -332,6 +335,13 @@ const LINKS: [Link; 10] = [
         output: |s| s.out.clone(),
     },
     Link {
+        name: "select, attend to expanded rows",
+        before: until_position,
+        producer: |s, k| s.select(k),
+        consumer: |s, k| s.attend(k, AttendPath::Expanded),
+        output: |s| s.out.clone(),
+    },
+    Link {
         name: "move, attend",
         before: until_selection,
         producer: |s, k| s.place(k),
@@ -343,6 +353,13 @@ const LINKS: [Link; 10] = [
         before: until_selection,
         producer: |s, k| s.place(k),
         consumer: |s, k| s.attend(k, AttendPath::Portable),
+        output: |s| s.out.clone(),
+    },
+    Link {
+        name: "move, attend to expanded rows",
+        before: until_selection,
+        producer: |s, k| s.place(k),
+        consumer: |s, k| s.attend(k, AttendPath::Expanded),
         output: |s| s.out.clone(),
     },
     Link {
