@@ -77,9 +77,7 @@ pub enum DeviceError {
 #[non_exhaustive]
 pub enum KernelError {
     /// Instructions that are unknown or not there.
-    #[error(
-        "no instruction set `{name}` on this machine: portable, avx2 and avx512 are known"
-    )]
+    #[error("no instruction set `{name}` on this machine: portable, avx2 and avx512 are known")]
     Instructions {
         /// Name asked for.
         name: String,

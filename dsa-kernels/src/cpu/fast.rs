@@ -143,8 +143,16 @@ impl Kernels for CpuKernels {
         load_rows(LoadRows) => elementwise::load_rows,
         compress(Compress) => elementwise::compress,
         index_select(IndexSelect) => index::index_select,
-        attend(Attend) => attend::attend,
         route(Route) => elementwise::route,
         moe(Moe) => moe::moe,
+    }
+
+    fn attend(&self, a: Attend<'_>) -> Result<(), KernelError> {
+        #[cfg(target_arch = "x86_64")]
+        if self.instructions >= InstructionSet::Avx2 {
+            // SAFETY: the constructors saw that the machine has these instructions.
+            return unsafe { attend::attend(&self.team, self.instructions, a) };
+        }
+        CpuReference.attend(a)
     }
 }

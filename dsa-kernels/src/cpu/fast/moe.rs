@@ -4,8 +4,8 @@
 #![expect(unsafe_code, reason = "vector instructions, and outputs filled by several threads")]
 
 use super::gemm::{FastWeight, Input, Product, own, quantise_rows};
-use super::wide::Pairs;
 use super::team::{Parts, Scratch, Team};
+use super::wide::Pairs;
 use crate::cpu::body;
 use crate::error::KernelError;
 use crate::ops::{ExpertWeights, Moe, Rounding};

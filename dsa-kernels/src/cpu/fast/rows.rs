@@ -119,7 +119,7 @@ pub(crate) fn load_row(
 }
 
 #[inline(always)]
-fn read<const DATA: usize, const SCALES: usize>(
+pub(super) fn read<const DATA: usize, const SCALES: usize>(
     op: &'static str,
     cache: &PagedCache<'_>,
     (page, row): (u32, u32),

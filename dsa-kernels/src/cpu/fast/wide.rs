@@ -9,8 +9,10 @@
 //! arises. Weights are looked at when they are packed, inputs when they are converted; whatever does
 //! not fit goes through the FP32 kernels.
 
+pub(crate) mod attend;
 mod pairs;
 mod product;
+mod rows;
 mod weight;
 
 pub(crate) use pairs::{Pairs, stride};

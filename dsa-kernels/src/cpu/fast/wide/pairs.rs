@@ -64,6 +64,23 @@ impl Pairs {
     }
 }
 
+/// Whether [`Pairs::convert`] would take these values.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+pub(super) fn all_fit(x: &[f32]) -> bool {
+    let magnitude = _mm512_set1_epi32(0x7fff_ffff);
+    let (one, least) = (_mm512_set1_epi32(1), _mm512_set1_epi32(LEAST_X.to_bits() as i32 - 1));
+    let (mut below, mut small) = (_mm512_setzero_si512(), 0u16);
+    for part in x.chunks(16) {
+        let mask = ((1u32 << part.len()) - 1) as u16;
+        // SAFETY: only lanes of the part are read.
+        let v = unsafe { _mm512_maskz_loadu_epi32(mask, part.as_ptr().cast()) };
+        below = _mm512_or_si512(below, v);
+        let less = _mm512_sub_epi32(_mm512_and_si512(v, magnitude), one);
+        small |= _mm512_cmplt_epu32_mask(less, least);
+    }
+    small == 0 && _mm512_test_epi32_mask(below, _mm512_set1_epi32(0xffff)) == 0
+}
+
 /// Converts one row of values; says whether all of them fit. `words` is the row's [`stride`] long.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn convert(x: &[f32], words: &mut [f32]) -> bool {

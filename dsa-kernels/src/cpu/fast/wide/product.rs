@@ -303,7 +303,8 @@ impl Job<'_> {
                         for (i, b) in four.into_iter().enumerate() {
                             let x = x.add(PLAIN * step + i);
                             for (r, acc) in acc.iter_mut().enumerate() {
-                                acc[j] = dot(acc[j], *x.add(r * self.x_stride), b);
+                                let x = (*x.add(r * self.x_stride)).cast_signed();
+                                acc[j] = dot(acc[j], _mm512_set1_epi32(x), b);
                             }
                         }
                     }
@@ -382,7 +383,7 @@ unsafe fn multiply<const MR: usize, const NP: usize>(
 ) {
     for (i, acc) in acc.iter_mut().enumerate() {
         // SAFETY: the caller's promise.
-        let x = unsafe { *x.add(i * x_stride) };
+        let x = unsafe { _mm512_set1_epi32((*x.add(i * x_stride)).cast_signed()) };
         for (acc, b) in acc.iter_mut().zip(b) {
             *acc = dot(*acc, x, *b);
         }
@@ -391,10 +392,9 @@ unsafe fn multiply<const MR: usize, const NP: usize>(
 
 #[target_feature(enable = "avx512f,avx512bf16")]
 #[inline]
-pub(super) fn dot(acc: __m512, x: u32, w: __m512i) -> __m512 {
+pub(super) fn dot(acc: __m512, x: __m512i, w: __m512i) -> __m512 {
     // SAFETY: a vector of BF16 numbers is a vector of bits.
-    let (x, w): (__m512bh, __m512bh) =
-        unsafe { (transmute(_mm512_set1_epi32(x.cast_signed())), transmute(w)) };
+    let (x, w): (__m512bh, __m512bh) = unsafe { (transmute(x), transmute(w)) };
     _mm512_dpbf16_ps(acc, x, w)
 }
 
