@@ -5,7 +5,7 @@
 
 #![expect(unsafe_code, reason = "vector instructions, and outputs filled by several threads")]
 
-use super::weight::{Codes, Line, Wide};
+use super::weight::{Codes, GROUP, Line, Wide};
 use super::{Pairs, STEP, WIDTH};
 use crate::cpu::fast::team::Scratch;
 use crate::quant;
@@ -166,13 +166,14 @@ impl Job<'_> {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16")]
     #[inline]
     unsafe fn unpack_step(&self, panel: usize, step: usize, out: *mut Line) {
-        let from = self.from(panel);
+        let lines = self.from(panel).lines;
+        let tables = self.tables(panel, step * STEP / GROUP, column_order());
         // SAFETY: the caller's promise.
         unsafe {
             let four = match &self.w.codes {
-                Codes::Fp8 { .. } => self.decode::<FP8>(from, 0, step),
-                Codes::Fp4 { .. } => self.decode::<FP4>(from, 0, step),
-                Codes::Bf16 => self.decode::<BF16>(from, 0, step),
+                Codes::Fp8 { .. } => decode::<FP8>(lines.add(FP8 * step), &tables),
+                Codes::Fp4 { .. } => decode::<FP4>(lines.add(FP4 * step), &tables),
+                Codes::Bf16 => decode::<BF16>(lines.add(BF16 * step), &tables),
             };
             for (i, v) in four.into_iter().enumerate() {
                 _mm512_store_si512(out.add(i).cast(), v);
@@ -282,29 +283,44 @@ impl Job<'_> {
         let mut acc = [[_mm512_setzero_ps(); NP]; MR];
         // SAFETY: row `r` is below `m`.
         let x = unsafe { self.x.add(r * self.x_stride) };
-        for step in 0..self.steps {
-            if KIND == BF16 {
-                // Vector by vector, so that a tile's weights stay in registers.
-                for i in 0..PLAIN {
-                    // SAFETY: the panels have this step, the rows these words.
-                    unsafe {
-                        let b: [__m512i; NP] = std::array::from_fn(|j| {
-                            let at = from.lines.add(j * from.apart + PLAIN * step + i);
-                            _mm512_load_si512(at.cast())
-                        });
-                        multiply(&mut acc, x.add(PLAIN * step + i), self.x_stride, &b);
-                    }
+        if KIND == BF16 {
+            // Vector by vector, so that a tile's weights stay in registers.
+            for i in 0..PLAIN * self.steps {
+                // SAFETY: the panels have this vector, the rows these words.
+                unsafe {
+                    let b: [__m512i; NP] = std::array::from_fn(|j| {
+                        let at = from.lines.add(j * from.apart + i);
+                        if MR < TALL {
+                            let next = at.wrapping_add(NP * from.apart);
+                            _mm_prefetch::<_MM_HINT_T1>(next.cast());
+                        }
+                        _mm512_load_si512(at.cast())
+                    });
+                    multiply(&mut acc, x.add(i), self.x_stride, &b);
                 }
-            } else {
+            }
+        } else {
+            let order = column_order();
+            for group in 0..self.steps.div_ceil(GROUP / STEP) {
                 for j in 0..NP {
-                    // SAFETY: as above.
-                    unsafe {
-                        let four = self.decode::<KIND>(from, j, step);
-                        for (i, b) in four.into_iter().enumerate() {
-                            let x = x.add(PLAIN * step + i);
-                            for (r, acc) in acc.iter_mut().enumerate() {
-                                let x = (*x.add(r * self.x_stride)).cast_signed();
-                                acc[j] = dot(acc[j], _mm512_set1_epi32(x), b);
+                    let tables = self.tables(from.panel + j, group, order);
+                    let first = group * (GROUP / STEP);
+                    for step in first..self.steps.min(first + GROUP / STEP) {
+                        // SAFETY: as above.
+                        unsafe {
+                            let at = from.lines.add(j * from.apart + KIND * step);
+                            // The next panels follow: what one tile reads, the next one finds.
+                            for line in 0..KIND {
+                                let next = at.wrapping_add(NP * from.apart + line);
+                                _mm_prefetch::<_MM_HINT_T1>(next.cast());
+                            }
+                            let four = decode::<KIND>(at, &tables);
+                            for (i, b) in four.into_iter().enumerate() {
+                                let x = x.add(PLAIN * step + i);
+                                for (r, acc) in acc.iter_mut().enumerate() {
+                                    let x = (*x.add(r * self.x_stride)).cast_signed();
+                                    acc[j] = dot(acc[j], _mm512_set1_epi32(x), b);
+                                }
                             }
                         }
                     }
@@ -319,33 +335,15 @@ impl Job<'_> {
         }
     }
 
-    /// The four vectors of BF16 of a step of panel `j` of `from`.
-    ///
-    /// # Safety
-    /// The panel is of this kind and has this step.
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16")]
+    /// The tables of 32 values of k of a panel of codes.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi")]
     #[inline]
-    unsafe fn decode<const KIND: usize>(&self, from: From, j: usize, step: usize) -> [__m512i; 4] {
-        // SAFETY: as the caller promises.
-        unsafe {
-            let at = from.lines.add(j * from.apart + KIND * step);
-            let line = |i: usize| _mm512_load_si512(at.add(i).cast());
-            match &self.w.codes {
-                Codes::Fp8 { .. } if KIND == FP8 => {
-                    let table = self.w.table((from.panel + j) * WIDTH, STEP * step);
-                    let table = table.map_or(std::ptr::null(), |t| t.0.as_ptr());
-                    let t = |i: usize| _mm512_load_si512(table.add(64 * i).cast());
-                    let tables = [t(0), t(1), t(2), t(3)];
-                    let ([a, b], [c, d]) = (fp8(line(0), tables), fp8(line(1), tables));
-                    [a, b, c, d]
-                }
-                Codes::Fp4 { exponents } if KIND == FP4 => {
-                    let group = STEP * step / 32 + (from.panel + j) * (self.w.cols / 32);
-                    fp4(line(0), exponents.as_ptr().add(group))
-                }
-                _ => [line(0), line(1), line(2), line(3)],
-            }
-        }
+    fn tables(&self, panel: usize, group: usize, order: __m512i) -> Tables<'_> {
+        let (table, columns) = self.w.table(panel, group);
+        // SAFETY: 16 bytes.
+        let columns = unsafe { _mm_loadu_si128(columns.as_ptr().cast()) };
+        let columns = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(columns), order);
+        Tables { table: &table.0, columns }
     }
 
     /// Rounds and stores one row of a panel, those columns that belong to the product.
@@ -398,47 +396,61 @@ pub(super) fn dot(acc: __m512, x: __m512i, w: __m512i) -> __m512 {
     _mm512_dpbf16_ps(acc, x, w)
 }
 
-/// Looks up 64 codes and unpacks them to two vectors.
-#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+/// Columns in the order of a line of codes: two values of k of four columns, twice.
+#[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
-fn fp8(codes: __m512i, t: [__m512i; 4]) -> [__m512i; 2] {
-    let high = _mm512_permutex2var_epi8(t[0], codes, t[1]);
-    let low = _mm512_permutex2var_epi8(t[2], codes, t[3]);
-    // `high | (codes & 0x80)`.
-    let high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-128), 0xf8);
-    [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
+fn column_order() -> __m512i {
+    let order = _mm_setr_epi8(0, 0, 1, 1, 2, 2, 3, 3, 0, 0, 1, 1, 2, 2, 3, 3);
+    let fours = _mm512_set1_epi32(0x0404_0404);
+    let lanes = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    _mm512_add_epi8(_mm512_broadcast_i32x4(order), _mm512_mullo_epi32(lanes, fours))
 }
 
-/// Looks up 128 codes, unpacks them to four vectors and scales them.
+/// What codes of a panel are looked up in.
+struct Tables<'a> {
+    table: &'a [u8; 256],
+    /// Added to FP4 codes, byte by byte.
+    columns: __m512i,
+}
+
+/// The four vectors of BF16 of a step.
 ///
 /// # Safety
-/// Sixteen exponents are at `exponents`.
+/// The lines of a step of this kind are at `at`.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi")]
+#[inline]
+unsafe fn decode<const KIND: usize>(at: *const Line, tables: &Tables<'_>) -> [__m512i; 4] {
+    // SAFETY: as the caller promises.
+    let line = |i: usize| unsafe { _mm512_load_si512(at.add(i).cast()) };
+    let low = |i: __m512i| {
+        // `(codes & 15) | columns`.
+        _mm512_ternarylogic_epi32(i, _mm512_set1_epi8(15), tables.columns, 0xea)
+    };
+    let ([a, b], [c, d]) = match KIND {
+        FP8 => (look_up::<true>(line(0), tables), look_up::<true>(line(1), tables)),
+        FP4 => (
+            look_up::<false>(low(line(0)), tables),
+            look_up::<false>(low(_mm512_srli_epi16(line(0), 4)), tables),
+        ),
+        _ => ([line(0), line(1)], [line(2), line(3)]),
+    };
+    [a, b, c, d]
+}
+
+/// Looks up 64 codes, of which the upper bit is the sign if there is one, and unpacks them to two
+/// vectors.
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 #[inline]
-unsafe fn fp4(codes: __m512i, exponents: *const [i8; WIDTH]) -> [__m512i; 4] {
-    // Upper and lower bytes of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
-    let high = _mm512_broadcast_i32x4(_mm_setr_epi8(
-        0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, -128, -65, -65, -65, -64, -64, -64, -64,
-    ));
-    let low = _mm512_broadcast_i32x4(_mm_setr_epi8(
-        0, 0, -128, -64, 0, 0x40, -128, -64, 0, 0, -128, -64, 0, 0x40, -128, -64,
-    ));
-    let nibble = _mm512_set1_epi8(15);
-    // SAFETY: the caller's promise.
-    let e = unsafe { _mm_loadu_si128(exponents.cast()) };
-    let e = _mm512_slli_epi32(_mm512_cvtepi8_epi32(e), 7);
-    let e = _mm512_mask_blend_epi16(0xaaaa_aaaa, e, _mm512_slli_epi32(e, 16));
-    let scaled = |v: __m512i| {
-        let is_some = _mm512_test_epi16_mask(v, _mm512_set1_epi16(0x7fff));
-        _mm512_mask_add_epi16(v, is_some, v, e)
-    };
-    let pair = |codes: __m512i| {
-        let (h, l) = (_mm512_shuffle_epi8(high, codes), _mm512_shuffle_epi8(low, codes));
-        [scaled(_mm512_unpacklo_epi8(l, h)), scaled(_mm512_unpackhi_epi8(l, h))]
-    };
-    let [a, b] = pair(_mm512_and_si512(codes, nibble));
-    let [c, d] = pair(_mm512_and_si512(_mm512_srli_epi16(codes, 4), nibble));
-    [a, b, c, d]
+fn look_up<const SIGNED: bool>(codes: __m512i, tables: &Tables<'_>) -> [__m512i; 2] {
+    // SAFETY: four lines of 64 bytes.
+    let t = |i: usize| unsafe { _mm512_load_si512(tables.table.as_ptr().add(64 * i).cast()) };
+    let mut high = _mm512_permutex2var_epi8(t(0), codes, t(1));
+    let low = _mm512_permutex2var_epi8(t(2), codes, t(3));
+    if SIGNED {
+        // `high | (codes & 0x80)`.
+        high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-128), 0xf8);
+    }
+    [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
 }
 
 /// `bf16_round` on sixteen lanes.

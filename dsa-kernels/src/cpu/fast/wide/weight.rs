@@ -2,23 +2,31 @@
 //!
 //! A step of a BF16 panel is four vectors of 16 lanes, one a column, each with two values of k. A
 //! step of an FP8 panel is 128 codes and one of an FP4 panel 64 bytes, in the order in which the
-//! decoder unpacks them. FP8 codes are looked up in a table of BF16 numbers that has the scale of
-//! their block in it; FP4 codes have a scale a column and group of 32, added to the exponent.
+//! decoder unpacks them. Codes are looked up in tables of 128 BF16 numbers that have the scale in
+//! them: for FP8 a table for each scale, for FP4 one for each eight scales in a row, of which every
+//! column of a panel takes its own.
 
 use super::{LEAST_W, STEP, WIDTH};
 use crate::cpu::pack;
 use crate::ops::{WeightDesc, WeightFormat};
 use crate::quant;
 
+/// Values of k under one FP4 scale.
+pub(super) const GROUP: usize = 32;
+
 /// One cache line.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub(super) struct Line(pub(super) [u8; 64]);
 
-/// BF16 numbers of the 128 E4M3 magnitudes under one scale: upper bytes, then lower bytes.
+/// 128 BF16 numbers: upper bytes, then lower bytes. For FP8 those of all E4M3 magnitudes under one
+/// scale, for FP4 those of all E2M1 codes under eight scales in a row.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub(super) struct Table(pub(super) [u8; 256]);
+
+/// What BF16 weights are not looked up in.
+static NO_TABLE: Table = Table([0; 256]);
 
 #[derive(Debug)]
 pub(super) enum Codes {
@@ -28,9 +36,11 @@ pub(super) enum Codes {
         tables: Vec<Table>,
         of_block: Vec<u8>,
     },
-    /// For each panel and group of 32, exponents of the 16 columns.
+    /// Tables, and for each panel and group of 32 its table and sixteen times the number of each
+    /// column's scale in it.
     Fp4 {
-        exponents: Vec<[i8; WIDTH]>,
+        tables: Vec<Table>,
+        of_group: Vec<(u8, [u8; WIDTH])>,
     },
 }
 
@@ -88,7 +98,9 @@ impl Wide {
         let beside = match &self.codes {
             Codes::Bf16 => 0,
             Codes::Fp8 { tables, of_block } => size_of_val(&tables[..]) + of_block.len(),
-            Codes::Fp4 { exponents } => size_of_val(&exponents[..]),
+            Codes::Fp4 { tables, of_group } => {
+                size_of_val(&tables[..]) + size_of_val(&of_group[..])
+            }
         };
         size_of_val(&self.lines[..]) + beside
     }
@@ -105,14 +117,20 @@ impl Wide {
         n / WIDTH * self.panel_lines() + k / STEP * self.step_lines()
     }
 
-    /// The table of the block of row `n` and value `k`.
-    pub(super) fn table(&self, n: usize, k: usize) -> Option<&Table> {
+    /// The table of panel `panel` and the group `group` of 32 values of k, and for FP4 what is added
+    /// to the codes of each column.
+    #[inline(always)]
+    pub(super) fn table(&self, panel: usize, group: usize) -> (&Table, &[u8; WIDTH]) {
         match &self.codes {
+            Codes::Bf16 => (&NO_TABLE, &[0; WIDTH]),
             Codes::Fp8 { tables, of_block } => {
-                let block = n / 128 * self.cols.div_ceil(128) + k / 128;
-                Some(&tables[usize::from(of_block[block])])
+                let block = panel * WIDTH / 128 * self.cols.div_ceil(128) + group / 4;
+                (&tables[usize::from(of_block[block])], &[0; WIDTH])
             }
-            Codes::Bf16 | Codes::Fp4 { .. } => None,
+            Codes::Fp4 { tables, of_group } => {
+                let (table, columns) = &of_group[panel * (self.cols / GROUP) + group];
+                (&tables[usize::from(*table)], columns)
+            }
         }
     }
 
@@ -127,22 +145,20 @@ impl Wide {
             }
             Codes::Fp8 { .. } => {
                 let code = self.lines[at + vector / 2].0[byte(vector, half)];
-                let table = &self.table(n, k).expect("FP8 weights have tables").0;
-                let at = usize::from(code & 0x7f);
-                let high = table[at] | (code & 0x80);
-                quant::bf16_decode(u16::from_le_bytes([table[128 + at], high]))
+                self.looked_up(n, k, code & 0x7f, code & 0x80)
             }
-            Codes::Fp4 { exponents } => {
+            Codes::Fp4 { .. } => {
                 let code = self.lines[at].0[byte(vector, half)] >> (4 * (vector / 2));
-                let exponent = exponents[n / WIDTH * (self.cols / 32) + k / 32][n % WIDTH];
-                quant::e2m1_decode(code) * power(i32::from(exponent))
+                self.looked_up(n, k, code & 15, 0)
             }
         }
     }
-}
 
-fn power(exponent: i32) -> f32 {
-    f32::from_bits(((127 + exponent) as u32) << 23)
+    fn looked_up(&self, n: usize, k: usize, code: u8, sign: u8) -> f32 {
+        let (table, columns) = self.table(n / WIDTH, k / GROUP);
+        let at = usize::from(code | columns[n % WIDTH]);
+        quant::bf16_decode(u16::from_le_bytes([table.0[128 + at], table.0[at] | sign]))
+    }
 }
 
 fn bf16(desc: &WeightDesc<'_>) -> Option<Wide> {
@@ -164,33 +180,46 @@ fn bf16(desc: &WeightDesc<'_>) -> Option<Wide> {
     Some(wide)
 }
 
-/// The table of one scale, if all numbers in it are large enough and finite.
-fn table(scale: u8) -> Option<Table> {
+/// A table of these numbers, if all of them are NaN, zero or large enough for the products, and BF16.
+fn table(value: impl Fn(u8) -> f32) -> Option<Table> {
     let mut table = Table([0; 256]);
-    for code in 0..127u8 {
-        let value = quant::e4m3_decode(code) * quant::e8m0_decode(scale);
-        if !value.is_finite() || (value < LEAST_W && value != 0.0) {
+    for code in 0..128u8 {
+        let value = value(code);
+        let bits = quant::bf16_encode(value);
+        let is_same = quant::bf16_decode(bits) == value;
+        if !value.is_nan() && (!is_same || (value.abs() < LEAST_W && value != 0.0)) {
             return None;
         }
-        let [low, high] = quant::bf16_encode(value).to_le_bytes();
+        let [low, high] = bits.to_le_bytes();
         (table.0[usize::from(code)], table.0[128 + usize::from(code)]) = (high, low);
     }
-    let [low, high] = quant::bf16_encode(f32::NAN).to_le_bytes();
-    (table.0[127], table.0[255]) = (high, low);
     Some(table)
+}
+
+/// The number of `key` among `keys`, to which it and its table are added if it is new.
+fn numbered<K: PartialEq>(
+    (keys, tables): (&mut Vec<K>, &mut Vec<Table>),
+    key: K,
+    value: impl Fn(u8) -> f32,
+) -> Option<u8> {
+    let at = match keys.iter().position(|k| *k == key) {
+        Some(at) => at,
+        None => {
+            tables.push(table(value)?);
+            keys.push(key);
+            keys.len() - 1
+        }
+    };
+    u8::try_from(at).ok()
 }
 
 fn fp8(desc: &WeightDesc<'_>) -> Option<Wide> {
     let (mut tables, mut scales) = (Vec::new(), Vec::new());
-    let mut of_block = Vec::with_capacity(desc.scales.len());
-    for scale in desc.scales {
-        let found = scales.iter().position(|s| s == scale);
-        if found.is_none() {
-            tables.push(table(*scale)?);
-            scales.push(*scale);
-        }
-        of_block.push(found.unwrap_or(scales.len() - 1) as u8);
-    }
+    let mut number = |scale: u8| {
+        let value = |code: u8| quant::e4m3_decode(code) * quant::e8m0_decode(scale);
+        numbered((&mut scales, &mut tables), scale, value)
+    };
+    let of_block = desc.scales.iter().map(|scale| number(*scale)).collect::<Option<Vec<u8>>>()?;
     let mut wide = Wide::empty(desc, Codes::Fp8 { tables, of_block });
     for n in 0..desc.rows {
         for (k, code) in desc.data[n * desc.cols..][..desc.cols].iter().enumerate() {
@@ -203,19 +232,25 @@ fn fp8(desc: &WeightDesc<'_>) -> Option<Wide> {
 }
 
 fn fp4(desc: &WeightDesc<'_>) -> Option<Wide> {
-    let groups = desc.cols / 32;
-    let mut exponents = vec![[0; WIDTH]; desc.rows.div_ceil(WIDTH) * groups];
-    for n in 0..desc.rows {
+    let groups = desc.cols / GROUP;
+    let (mut tables, mut bases) = (Vec::new(), Vec::new());
+    let mut of_group = Vec::with_capacity(desc.rows.div_ceil(WIDTH) * groups);
+    for from in (0..desc.rows).step_by(WIDTH) {
         for g in 0..groups {
-            let exponent = i32::from(desc.scales[n * groups + g]) - 127;
-            // The least number is 0.5, the largest 6.
-            if !(-49..=100).contains(&exponent) {
-                return None;
+            let lanes = from..desc.rows.min(from + WIDTH);
+            let (mut columns, scales) = ([0; WIDTH], lanes.map(|n| desc.scales[n * groups + g]));
+            // A column's scale may lie up to seven above the least.
+            let base = scales.clone().min()?;
+            for (column, scale) in columns.iter_mut().zip(scales) {
+                *column = u8::try_from(16 * u16::from(scale - base)).ok().filter(|c| *c < 128)?;
             }
-            exponents[n / WIDTH * groups + g][n % WIDTH] = exponent as i8;
+            let value = |code: u8| {
+                quant::e2m1_decode(code) * quant::e8m0_decode(base.saturating_add(code / 16))
+            };
+            of_group.push((numbered((&mut bases, &mut tables), base, value)?, columns));
         }
     }
-    let mut wide = Wide::empty(desc, Codes::Fp4 { exponents });
+    let mut wide = Wide::empty(desc, Codes::Fp4 { tables, of_group });
     for n in 0..desc.rows {
         for k in 0..desc.cols {
             let code = desc.data[(n * desc.cols + k) / 2] >> (4 * (k % 2)) & 15;
