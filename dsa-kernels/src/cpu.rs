@@ -12,5 +12,7 @@ mod rows;
 
 pub use config::VARIABLE as INSTRUCTIONS_VARIABLE;
 pub use fast::CpuKernels;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use fast::bf16_peak;
 pub use instructions::InstructionSet;
 pub use reference::CpuReference;

@@ -52,6 +52,16 @@ pub(crate) fn has_avx512() -> bool {
     false
 }
 
+/// BF16 operations a second of one thread that does nothing else, where there are such products.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) fn bf16_peak() -> Option<f64> {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: asked for just before.
+    return has_avx512().then(|| unsafe { wide::peak() });
+    #[cfg(not(target_arch = "x86_64"))]
+    None
+}
+
 /// The fast implementation.
 ///
 /// An operation uses the calling thread and the team's own threads, if it is large enough to gain
@@ -142,9 +152,17 @@ impl Kernels for CpuKernels {
         store_rows(StoreRows) => elementwise::store_rows,
         load_rows(LoadRows) => elementwise::load_rows,
         compress(Compress) => elementwise::compress,
-        index_select(IndexSelect) => index::index_select,
         route(Route) => elementwise::route,
         moe(Moe) => moe::moe,
+    }
+
+    fn index_select(&self, a: IndexSelect<'_>) -> Result<(), KernelError> {
+        #[cfg(target_arch = "x86_64")]
+        if self.instructions >= InstructionSet::Avx2 {
+            // SAFETY: the constructors saw that the machine has these instructions.
+            return unsafe { index::index_select(&self.team, self.instructions, a) };
+        }
+        CpuReference.index_select(a)
     }
 
     fn attend(&self, a: Attend<'_>) -> Result<(), KernelError> {

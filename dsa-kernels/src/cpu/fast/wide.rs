@@ -10,12 +10,17 @@
 //! not fit goes through the FP32 kernels.
 
 pub(crate) mod attend;
+pub(crate) mod index;
 mod pairs;
+#[cfg(any(test, feature = "testing"))]
+mod peak;
 mod product;
 mod rows;
 mod weight;
 
 pub(crate) use pairs::{Pairs, stride};
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use peak::peak;
 pub(crate) use product::{Target, run, widen};
 pub(crate) use weight::{Wide, pack};
 
