@@ -38,8 +38,8 @@ pub(super) struct Block {
     pub(super) heads: Range<usize>,
 }
 
-/// Cuts the step into blocks.
-fn blocks(team: &Team, a: &Attend<'_>) -> Vec<Block> {
+/// Cuts the step into blocks, of which one has `least` heads or a multiple of that.
+fn blocks(team: &Team, a: &Attend<'_>, least: usize) -> Vec<Block> {
     let total: usize = a.window.iter().map(|s| s.part.count).sum();
     let heads = a.sinks.len();
     let per_query = match &a.compressed {
@@ -52,9 +52,8 @@ fn blocks(team: &Team, a: &Attend<'_>) -> Vec<Block> {
     let fair = total.div_ceil(2 * team.threads()).max(1);
     let most = BLOCK.min(fair.max(8)).min((MAX_ROWS / per_query.max(1)).max(1));
     // With too few queries for all threads, heads are shared out too.
-    let groups =
-        if total < team.threads() && heads >= 8 { team.threads().min(heads / 4) } else { 1 };
-    let width = heads.div_ceil(groups).next_multiple_of(HEADS);
+    let groups = if total < team.threads() { team.threads().min(heads / least).max(1) } else { 1 };
+    let width = heads.div_ceil(groups).next_multiple_of(least);
     let mut found = Vec::new();
     for (seq, window) in a.window.iter().enumerate() {
         for from in (0..window.part.count).step_by(most) {
@@ -77,10 +76,11 @@ pub(crate) unsafe fn attend(
     a.check()?;
     let out = std::mem::replace(&mut a.out, crate::TensorMut::from_f32(&mut [], 0, 0)?);
     let out = Parts::new(out.into_f32()?);
-    let blocks = blocks(team, &a);
+    let is_wide = instructions == InstructionSet::Avx512 && wide::attend::is_able(&a);
+    // Decoding the rows twice costs little with the wide kernels, which take heads in pairs.
+    let blocks = blocks(team, &a, if is_wide { 2 } else { HEADS });
     let tokens: usize = a.window.iter().map(|s| s.part.count).sum();
     let ns = tokens * a.sinks.len() * 8_000;
-    let is_wide = instructions == InstructionSet::Avx512 && wide::attend::is_able(&a);
     team.run(blocks.len(), ns, |i| {
         // SAFETY: CPU features are the caller's promise; blocks have disjoint queries or heads.
         unsafe {

@@ -20,7 +20,7 @@ const WIDTH: usize = 16;
 const BLOCK: usize = 32;
 
 thread_local! {
-    static KEYS: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+    static KEYS: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Rows of a piece, when the rows of one block are shared out: a multiple of what is decoded at once.

@@ -392,7 +392,7 @@ unsafe fn multiply<const MR: usize, const NP: usize>(
 #[inline]
 pub(super) fn dot(acc: __m512, x: __m512i, w: __m512i) -> __m512 {
     // SAFETY: a vector of BF16 numbers is a vector of bits.
-    let (x, w): (__m512bh, __m512bh) = unsafe { (transmute(x), transmute(w)) };
+    let (x, w) = unsafe { (transmute::<__m512i, __m512bh>(x), transmute::<__m512i, __m512bh>(w)) };
     _mm512_dpbf16_ps(acc, x, w)
 }
 
