@@ -3,16 +3,16 @@
 
 mod body;
 mod compress;
+mod config;
 mod fast;
+mod instructions;
 mod pack;
 mod reference;
 mod rows;
 
+pub use config::VARIABLE as INSTRUCTIONS_VARIABLE;
 pub use fast::CpuKernels;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use fast::bf16_peak;
+pub use instructions::InstructionSet;
 pub use reference::CpuReference;
-
-/// Instruction set that the fast version uses on this machine.
-#[must_use]
-pub fn simd_name() -> &'static str {
-    if fast::has_simd() { "avx2" } else { "scalar" }
-}

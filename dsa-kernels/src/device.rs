@@ -150,7 +150,7 @@ impl Device for CpuDevice {
         Caps {
             name: "cpu".to_owned(),
             threads: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
-            simd: crate::cpu::simd_name(),
+            simd: crate::cpu::InstructionSet::best().name(),
             places: vec![Place::Host, Place::Shared],
         }
     }

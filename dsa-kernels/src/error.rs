@@ -76,6 +76,12 @@ pub enum DeviceError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
+    /// Instructions that are unknown or not there.
+    #[error("no instruction set `{name}` on this machine: portable, avx2 and avx512 are known")]
+    Instructions {
+        /// Name asked for.
+        name: String,
+    },
     /// A tensor of another element type.
     #[error("tensor holds {found:?}, {want:?} expected")]
     Dtype {

@@ -12,6 +12,16 @@ pub use cases::conformance;
 use crate::cpu::CpuReference;
 use crate::ops::{Kernels, Weight, WeightDesc, WeightFormat};
 
+/// Floating-point operations a second of `threads` threads that multiply BF16 numbers in registers
+/// and do nothing else: what no matrix product here can surpass. `None` without such instructions.
+#[must_use]
+pub fn bf16_peak(threads: usize) -> Option<f64> {
+    std::thread::scope(|scope| {
+        let all: Vec<_> = (0..threads).map(|_| scope.spawn(crate::cpu::bf16_peak)).collect();
+        all.into_iter().map(|thread| thread.join().ok().flatten()).sum()
+    })
+}
+
 /// Small deterministic generator (splitmix64).
 #[derive(Clone, Debug)]
 pub struct Rng(u64);

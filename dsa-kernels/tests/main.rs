@@ -5,6 +5,7 @@ mod main {
     mod conformance;
     #[cfg(feature = "cuda")]
     mod gpu;
+    mod instructions;
     mod invariance;
     mod naive;
     mod refusals;

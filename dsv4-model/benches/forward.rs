@@ -1,8 +1,8 @@
 //! Speed of the forward pass on the mini model: `figure model.<case> VALUE tokens/s` lines.
 //!
 //! `cargo bench -p dsv4-model --bench forward -- [CASE_FILTER]`; with `PROFILE` set in the
-//! environment a table of time per operation follows each case. Run without `--bench` (as tests
-//! do) every case is computed once.
+//! environment a table of time per operation follows each case, and `CHECKPOINT` names another
+//! model's folder. Run without `--bench` (as tests do) every case is computed once.
 #![expect(clippy::print_stdout, reason = "figures are the output of a bench")]
 
 use dsa_kernels::cpu::CpuKernels;
@@ -108,7 +108,7 @@ impl Bench {
         let args: Vec<String> = std::env::args().skip(1).collect();
         let real = args.iter().any(|a| a == "--bench");
         let threads = std::thread::available_parallelism()?.get();
-        let inner = CpuKernels::new(threads);
+        let inner = CpuKernels::from_env(threads)?;
         let mut timed = None;
         let kernels: Arc<dyn Kernels> = if std::env::var_os("PROFILE").is_some() {
             let wrapped = Arc::new(Timed { inner, spent: Mutex::default() });
@@ -120,7 +120,9 @@ impl Bench {
         let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
         let options =
             LoadOptions { numerics: Numerics::Official, index_key: IndexKeyType::Fp4, kernels };
-        let model = Model::load(&root.join("../models/dsv4-mini/checkpoint"), options)?;
+        let mini = || root.join("../models/dsv4-mini/checkpoint");
+        let checkpoint = std::env::var_os("CHECKPOINT").map_or_else(mini, PathBuf::from);
+        let model = Model::load(&checkpoint, options)?;
         let filter = args.into_iter().find(|a| !a.starts_with("--"));
         Ok(Self { model: Arc::new(model), timed, repeats: if real { 5 } else { 1 }, filter })
     }

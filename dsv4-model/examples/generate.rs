@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let options = LoadOptions {
         numerics: Numerics::Official,
         index_key: IndexKeyType::Fp4,
-        kernels: Arc::new(CpuKernels::new(threads)),
+        kernels: Arc::new(CpuKernels::from_env(threads)?),
     };
     let model = Arc::new(Model::load(&dir, options)?);
     let tokenizer = Tokenizer::from_dir(&dir)?;

@@ -335,7 +335,7 @@ impl Node {
         let threads = args.threads.map(usize::from).unwrap_or_else(|| {
             std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
         });
-        let mut kernels: Arc<dyn Kernels> = Arc::new(CpuKernels::new(threads));
+        let mut kernels: Arc<dyn Kernels> = Arc::new(CpuKernels::from_env(threads)?);
         if let Some(wrap) = &options.wrap_kernels {
             kernels = wrap(kernels);
         }

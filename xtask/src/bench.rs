@@ -7,7 +7,7 @@ mod record;
 
 use crate::metadata::{self, Package, Target};
 use crate::sh::{self, Watch};
-use crate::{peers, ucx};
+use crate::{cpu_peers, peers, ucx};
 use anyhow::{Context as _, Result, bail};
 pub(crate) use record::compare;
 use record::{Figure, Record};
@@ -69,11 +69,13 @@ impl Suite {
     }
 }
 
-/// How much of the suite transfer runs.
+/// How much of the suites transfer and engine runs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extent {
-    /// With NIXL and Mooncake.
+    /// The suite transfer with NIXL and Mooncake.
     pub(crate) has_peers: bool,
+    /// The suite engine with llama.cpp and transformers.
+    pub(crate) has_engine_peers: bool,
     /// Only whether it works.
     pub(crate) is_quick: bool,
 }
@@ -81,6 +83,11 @@ pub(crate) struct Extent {
 /// Whether a bench compares with other projects.
 fn compares(package: &Package, target: &Target) -> bool {
     (package.name.as_str(), target.name.as_str()) == ("server", "transfer")
+}
+
+/// The bench that can be set beside other engines.
+fn is_engine(package: &Package, target: &Target) -> bool {
+    (package.name.as_str(), target.name.as_str()) == ("server", "engine")
 }
 
 /// Fetches what the comparison with other projects needs, and hands it over.
@@ -97,6 +104,9 @@ fn equip(command: &mut Command, extent: Extent) -> Result<()> {
 pub(crate) fn run(suite: Suite, extent: Extent) -> Result<()> {
     if extent.is_quick && suite != Suite::Transfer {
         bail!("--quick is for the suite transfer");
+    }
+    if extent.has_engine_peers && suite != Suite::Engine {
+        bail!("--peers is for the suite engine");
     }
     let packages = metadata::packages()?;
     let mut figures = Vec::new();
@@ -123,6 +133,9 @@ pub(crate) fn run(suite: Suite, extent: Extent) -> Result<()> {
             if !extent.has_peers {
                 command.arg("--no-peers");
             }
+        }
+        if extent.has_engine_peers && is_engine(package, target) {
+            command.env(cpu_peers::VARIABLE, cpu_peers::ensure()?);
         }
         let ok = sh::run_watched(&mut command, Watch::Stdout, &mut |line| {
             figures.extend(Figure::parse(line));
@@ -224,8 +237,17 @@ mod tests {
 
     #[test]
     fn only_the_suite_transfer_is_ever_quick() {
-        let quick = Extent { has_peers: false, is_quick: true };
+        let quick = Extent { has_peers: false, has_engine_peers: false, is_quick: true };
         assert!(run(Suite::Engine, quick).is_err());
+    }
+
+    #[test]
+    fn only_the_suite_engine_has_other_engines_beside_it() {
+        let beside = Extent { has_peers: false, has_engine_peers: true, is_quick: false };
+        assert!(run(Suite::Model, beside).is_err());
+        let packages = metadata::packages().unwrap();
+        let all = benches(&packages, Suite::All);
+        assert_eq!(all.iter().filter(|(package, target)| is_engine(package, target)).count(), 1);
     }
 
     #[test]

@@ -11,6 +11,7 @@ mod ab;
 mod bench;
 mod browser;
 mod ci;
+mod cpu_peers;
 mod debian;
 mod docs;
 mod etcd;
@@ -83,6 +84,9 @@ enum Task {
         /// Leave NIXL and Mooncake out of the suite transfer.
         #[arg(long)]
         no_peers: bool,
+        /// Set llama.cpp and transformers beside the suite engine: 6 GB of packages and models.
+        #[arg(long)]
+        peers: bool,
         /// Only see whether the suite transfer works: few pages, one round, no record.
         #[arg(long)]
         quick: bool,
@@ -179,8 +183,10 @@ fn perform(task: Task) -> Result<()> {
             test::run(layer, test::Numbers { seed, requests, aborts, transport }, runner)
         }
         Task::Bench { compare: Some(BenchTask::Compare { a, b }), .. } => bench::compare(&a, &b),
-        Task::Bench { compare: None, suite, no_peers, quick } => {
-            bench::run(suite, bench::Extent { has_peers: !no_peers, is_quick: quick })
+        Task::Bench { compare: None, suite, no_peers, peers, quick } => {
+            let extent =
+                bench::Extent { has_peers: !no_peers, has_engine_peers: peers, is_quick: quick };
+            bench::run(suite, extent)
         }
         Task::Ab { faults: true, more, .. } => ab::run(ab::Plan::Faults, &more),
         Task::Ab { quick: true, more, .. } => ab::run(ab::Plan::Quick, &more),

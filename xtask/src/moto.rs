@@ -16,7 +16,7 @@ pub(crate) fn ensure() -> Result<PathBuf> {
     if let Some(path) = sh::named_by(VARIABLE)? {
         return Ok(path);
     }
-    let server = python::environment("moto", PACKAGE)?.join("bin/moto_server");
+    let server = python::environment("moto", &[PACKAGE])?.join("bin/moto_server");
     if !sh::succeeds(sh::command(&server).arg("--help")) {
         bail!("{} does not run: remove target/moto", server.display());
     }

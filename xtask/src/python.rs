@@ -52,12 +52,12 @@ pub(crate) fn install(python: &Path, name: &str, wheels: &[&str]) -> Result<Path
     Ok(folder)
 }
 
-/// Installs a package and what it asks for to an environment of its own below the target folder, if
-/// it is not there or out of date; gives the folder.
-pub(crate) fn environment(name: &str, package: &str) -> Result<PathBuf> {
+/// Installs packages and what they ask for to an environment of its own below the target folder, if
+/// they are not there or out of date; gives the folder.
+pub(crate) fn environment(name: &str, packages: &[&str]) -> Result<PathBuf> {
     let folder = sh::root().join("target").join(name);
-    let stamp = folder.join("package.txt");
-    if std::fs::read_to_string(&stamp).is_ok_and(|have| have == package) {
+    let (stamp, wanted) = (folder.join("package.txt"), packages.join("\n"));
+    if std::fs::read_to_string(&stamp).is_ok_and(|have| have == wanted) {
         return Ok(folder);
     }
     let python = ensure()?;
@@ -66,9 +66,9 @@ pub(crate) fn environment(name: &str, package: &str) -> Result<PathBuf> {
     sh::run(venv.args(["-m", "venv", "--clear", "--without-pip"]).arg(&folder))?;
     let mut pip = sh::command(&python);
     pip.args(["-m", "pip", "--python"]).arg(folder.join("bin/python"));
-    pip.args(["install", "--quiet", "--disable-pip-version-check", "--retries", "2", package]);
-    sh::run(&mut pip)?;
-    std::fs::write(&stamp, package).with_context(|| format!("write the stamp of {name}"))?;
+    pip.args(["install", "--quiet", "--disable-pip-version-check", "--retries", "2"]);
+    sh::run(pip.args(packages))?;
+    std::fs::write(&stamp, wanted).with_context(|| format!("write the stamp of {name}"))?;
     Ok(folder)
 }
 

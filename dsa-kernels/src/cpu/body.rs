@@ -288,7 +288,10 @@ pub(crate) fn chosen_rows<'a>(
 
 /// Writes the `top_k` best rows in ascending order, then -1. Larger scores first, equal scores by
 /// lower row, NaN last. `keys` is scratch.
-pub(crate) fn select_top_k(scores: &[f32], selected: &mut [i32], keys: &mut Vec<u64>) {
+///
+/// The time is linear in rows: the least chosen key is found without sorting, and a second pass takes
+/// what lies above it, and of its equals the first.
+pub(crate) fn select_top_k(scores: &[f32], selected: &mut [i32], keys: &mut Vec<u32>) {
     let k = selected.len();
     if scores.len() <= k {
         for (i, s) in selected.iter_mut().enumerate() {
@@ -297,15 +300,19 @@ pub(crate) fn select_top_k(scores: &[f32], selected: &mut [i32], keys: &mut Vec<
         return;
     }
     keys.clear();
-    keys.extend(scores.iter().enumerate().map(|(i, s)| {
-        // Ascending order of the complement is the order of choice.
-        (u64::from(!math::order_key(*s)) << 32) | i as u64
-    }));
-    keys.select_nth_unstable(k - 1);
-    for (s, key) in selected.iter_mut().zip(&keys[..k]) {
-        *s = (key & 0xffff_ffff) as i32;
+    // Ascending order of the complement is the order of choice.
+    keys.extend(scores.iter().map(|s| !math::order_key(*s)));
+    let least = *keys.select_nth_unstable(k - 1).1;
+    let mut equals = keys[..k].iter().filter(|key| **key == least).count();
+    let mut free = selected.iter_mut();
+    for (i, score) in scores.iter().enumerate() {
+        let key = !math::order_key(*score);
+        if key < least || (key == least && equals > 0) {
+            equals -= usize::from(key == least);
+            let Some(place) = free.next() else { return };
+            *place = i as i32;
+        }
     }
-    selected.sort_unstable();
 }
 
 /// Softmax terms of one query and head in place: `s` becomes `exp(s - max)`; returns the

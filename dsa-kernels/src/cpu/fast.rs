@@ -1,6 +1,7 @@
-//! The fast implementation: AVX2 kernels over a thread team, with the bits of the reference.
+//! The fast implementation: vector kernels over a thread team, with the bits of the reference.
 //!
-//! Without AVX2, FMA and F16C (found out at run time) every operation is the reference's.
+//! With AVX-512 the matrix products and attention multiply BF16 numbers, everything else is compiled
+//! for AVX2; without AVX2, FMA and F16C every operation is the reference's.
 #![expect(unsafe_code, reason = "SIMD kernels, and outputs filled by several threads")]
 
 #[cfg(target_arch = "x86_64")]
@@ -9,6 +10,7 @@ mod attend;
 mod elementwise;
 #[cfg(target_arch = "x86_64")]
 mod gate;
+#[cfg(target_arch = "x86_64")]
 mod gemm;
 #[cfg(target_arch = "x86_64")]
 mod index;
@@ -21,8 +23,10 @@ mod rows;
     expect(dead_code, reason = "only the vector kernels share work")
 )]
 mod team;
+#[cfg(target_arch = "x86_64")]
+mod wide;
 
-use super::CpuReference;
+use super::{CpuReference, InstructionSet, config};
 use crate::error::KernelError;
 use crate::ops::{
     Attend, Compress, Embed, HyperHead, HyperPost, HyperPre, IndexQuery, IndexSelect, Kernels,
@@ -30,42 +34,84 @@ use crate::ops::{
 };
 use team::Team;
 
-/// Whether the vector kernels can run here.
-#[cfg(target_arch = "x86_64")]
-pub(crate) fn has_simd() -> bool {
-    is_x86_feature_detected!("avx2")
+/// Whether the machine has AVX2, FMA and F16C.
+pub(crate) fn has_avx2() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("avx2")
         && is_x86_feature_detected!("fma")
-        && is_x86_feature_detected!("f16c")
+        && is_x86_feature_detected!("f16c");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
 }
 
-/// Whether the vector kernels can run here.
-#[cfg(not(target_arch = "x86_64"))]
-pub(crate) fn has_simd() -> bool {
+/// Whether the machine has what the BF16 kernels need.
+pub(crate) fn has_avx512() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return wide::is_present();
+    #[cfg(not(target_arch = "x86_64"))]
     false
+}
+
+/// BF16 operations a second of one thread that does nothing else, where there are such products.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) fn bf16_peak() -> Option<f64> {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: asked for just before.
+    return has_avx512().then(|| unsafe { wide::peak() });
+    #[cfg(not(target_arch = "x86_64"))]
+    None
 }
 
 /// The fast implementation.
 ///
 /// An operation uses the calling thread and the team's own threads, if it is large enough to gain
 /// from them. Results do not depend on the number of threads, on how tokens are batched or cut into
-/// chunks, or on whether the machine has the vector instructions. Several threads may call at once.
+/// chunks, or on the instructions that the machine has. Several threads may call at once.
 #[derive(Debug)]
 pub struct CpuKernels {
     team: Team,
-    simd: bool,
+    instructions: InstructionSet,
 }
 
 impl CpuKernels {
-    /// Kernels on `threads` threads (at least one), of which the caller is one.
+    /// Kernels on `threads` threads (at least one), of which the caller is one, with the best
+    /// instructions that this machine has.
     #[must_use]
     pub fn new(threads: usize) -> Self {
-        Self { team: Team::new(threads.max(1)), simd: has_simd() }
+        Self { team: Team::new(threads.max(1)), instructions: InstructionSet::best() }
+    }
+
+    /// As [`new`](Self::new), with the instructions that the environment names in
+    /// [`INSTRUCTIONS_VARIABLE`](super::INSTRUCTIONS_VARIABLE).
+    ///
+    /// # Errors
+    /// The name of no set, or of one that this machine has not.
+    pub fn from_env(threads: usize) -> Result<Self, KernelError> {
+        Ok(Self { instructions: config::instructions()?, ..Self::new(threads) })
+    }
+
+    /// As [`new`](Self::new), with these instructions.
+    ///
+    /// # Errors
+    /// This machine has not got them.
+    pub fn with_instructions(
+        threads: usize,
+        instructions: InstructionSet,
+    ) -> Result<Self, KernelError> {
+        let instructions = InstructionSet::named(instructions.name())?;
+        Ok(Self { instructions, ..Self::new(threads) })
     }
 
     /// Threads that an operation may use.
     #[must_use]
     pub fn threads(&self) -> usize {
         self.team.threads()
+    }
+
+    /// Instructions that operations use.
+    #[must_use]
+    pub fn instructions(&self) -> InstructionSet {
+        self.instructions
     }
 }
 
@@ -74,9 +120,9 @@ macro_rules! vector_or_reference {
     ($($name:ident($args:ident) => $path:path,)*) => {
         $(fn $name(&self, a: $args<'_>) -> Result<(), KernelError> {
             #[cfg(target_arch = "x86_64")]
-            if self.simd {
-                // SAFETY: `simd` says that the machine has AVX2, FMA and F16C, which is all that
-                // these functions ask for.
+            if self.instructions >= InstructionSet::Avx2 {
+                // SAFETY: the constructors saw that the machine has AVX2, FMA and F16C, which is all
+                // that these functions ask for.
                 return unsafe { $path(&self.team, a) };
             }
             CpuReference.$name(a)
@@ -87,8 +133,8 @@ macro_rules! vector_or_reference {
 impl Kernels for CpuKernels {
     fn pack(&self, desc: &WeightDesc<'_>) -> Result<Weight, KernelError> {
         #[cfg(target_arch = "x86_64")]
-        if self.simd {
-            return gemm::pack(desc);
+        if self.instructions >= InstructionSet::Avx2 {
+            return gemm::pack(desc, self.instructions);
         }
         CpuReference.pack(desc)
     }
@@ -106,9 +152,25 @@ impl Kernels for CpuKernels {
         store_rows(StoreRows) => elementwise::store_rows,
         load_rows(LoadRows) => elementwise::load_rows,
         compress(Compress) => elementwise::compress,
-        index_select(IndexSelect) => index::index_select,
-        attend(Attend) => attend::attend,
         route(Route) => elementwise::route,
         moe(Moe) => moe::moe,
+    }
+
+    fn index_select(&self, a: IndexSelect<'_>) -> Result<(), KernelError> {
+        #[cfg(target_arch = "x86_64")]
+        if self.instructions >= InstructionSet::Avx2 {
+            // SAFETY: the constructors saw that the machine has these instructions.
+            return unsafe { index::index_select(&self.team, self.instructions, a) };
+        }
+        CpuReference.index_select(a)
+    }
+
+    fn attend(&self, a: Attend<'_>) -> Result<(), KernelError> {
+        #[cfg(target_arch = "x86_64")]
+        if self.instructions >= InstructionSet::Avx2 {
+            // SAFETY: the constructors saw that the machine has these instructions.
+            return unsafe { attend::attend(&self.team, self.instructions, a) };
+        }
+        CpuReference.attend(a)
     }
 }

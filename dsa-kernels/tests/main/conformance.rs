@@ -1,14 +1,14 @@
-//! The fast implementation against the definition, bit for bit.
+//! The fast implementation against the definition, bit for bit, with each instruction set.
 
-use dsa_kernels::cpu::CpuKernels;
+use super::instructions::each;
 use dsa_kernels::testing::conformance;
 
 #[test]
 fn fast_equals_reference_on_one_thread() {
-    conformance(&CpuKernels::new(1), 1);
+    each(1, |kernels| conformance(kernels, 1));
 }
 
 #[test]
 fn fast_equals_reference_on_three_threads() {
-    conformance(&CpuKernels::new(3), 2);
+    each(3, |kernels| conformance(kernels, 2));
 }

@@ -1,10 +1,14 @@
 //! `reference` numerics against vectors of the transformers implementation in FP32.
 
 use crate::harness::{
-    REFERENCE, argmax, assert_close, decode, golden_bytes, prompts, session, tensor,
+    REFERENCE, argmax, assert_close, bits, checkpoint, decode, golden_bytes, prompts, session,
+    session_of, tensor,
 };
-use dsv4_model::{LogitsWanted, Part, Probe, Trace};
+use dsa_kernels::cpu::{CpuKernels, InstructionSet};
+use dsv4_model::{LoadOptions, LogitsWanted, Model, Part, Probe, Trace};
+use kv_pool::{IndexKeyType, Numerics};
 use safetensors::SafeTensors;
+use std::sync::Arc;
 
 /// Traces the 384 golden tokens, in steps of at most `chunk`.
 fn traced(chunk: usize) -> Trace {
@@ -133,5 +137,32 @@ fn logits_and_continuations_of_short_prompts_agree() {
 fn logits_and_continuations_of_long_prompts_agree() {
     for (n, (ids, greedy)) in prompts().iter().enumerate().filter(|(_, p)| p.0.len() >= 1500) {
         compare_prompt(n, ids, greedy);
+    }
+}
+
+/// Logits of all golden tokens after the prompts that `takes` takes, official numerics.
+fn continuations(set: InstructionSet, takes: impl Fn(usize) -> bool) -> Vec<Vec<Vec<u32>>> {
+    let kernels = Arc::new(CpuKernels::with_instructions(2, set).unwrap());
+    let (numerics, index_key) = (Numerics::Official, IndexKeyType::Fp4);
+    let model = Model::load(&checkpoint(), LoadOptions { numerics, index_key, kernels }).unwrap();
+    let mut session = session_of(Arc::new(model), 1, 1024);
+    let mut found = Vec::new();
+    for (ids, greedy) in prompts().iter().filter(|p| takes(p.0.len())) {
+        let mut seq = session.open().unwrap();
+        let last = session.prefill(&mut seq, ids, 100).unwrap().row(0).to_vec();
+        found.push(bits(&decode(&mut session, &mut seq, last, greedy.len())));
+        session.close(seq).unwrap();
+    }
+    found
+}
+
+#[test]
+fn every_instruction_set_gives_the_same_continuations() {
+    let best = InstructionSet::best();
+    for set in InstructionSet::ALL.into_iter().filter(|set| set.is_present() && *set != best) {
+        // The portable one is the definition itself, and slow.
+        let most = if set == InstructionSet::Portable { 100 } else { 800 };
+        let takes = |len| len <= most;
+        assert_eq!(continuations(set, takes), continuations(best, takes), "{set}");
     }
 }

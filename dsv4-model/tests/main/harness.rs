@@ -37,7 +37,7 @@ pub(crate) fn golden_json(name: &str) -> serde_json::Value {
 
 fn kernels() -> Arc<dyn Kernels> {
     static KERNELS: OnceLock<Arc<dyn Kernels>> = OnceLock::new();
-    Arc::clone(KERNELS.get_or_init(|| Arc::new(CpuKernels::new(2))))
+    Arc::clone(KERNELS.get_or_init(|| Arc::new(CpuKernels::from_env(2).unwrap())))
 }
 
 /// The mini model, loaded once per variant.

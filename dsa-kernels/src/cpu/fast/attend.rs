@@ -7,7 +7,8 @@
 use super::gemm::round_bf16;
 use super::rows::{Panel, SLAB, load_into};
 use super::team::{Parts, Scratch, Team};
-use crate::cpu::body;
+use super::wide;
+use crate::cpu::{InstructionSet, body};
 use crate::error::KernelError;
 use crate::ops::{Attend, Rounding, Selection, SeqPart};
 use std::arch::x86_64::*;
@@ -31,14 +32,14 @@ thread_local! {
 }
 
 /// Some queries of one sequence and some of its heads.
-struct Block {
-    seq: usize,
-    tokens: Range<usize>,
-    heads: Range<usize>,
+pub(super) struct Block {
+    pub(super) seq: usize,
+    pub(super) tokens: Range<usize>,
+    pub(super) heads: Range<usize>,
 }
 
-/// Cuts the step into blocks.
-fn blocks(team: &Team, a: &Attend<'_>) -> Vec<Block> {
+/// Cuts the step into blocks, of which one has `least` heads or a multiple of that.
+fn blocks(team: &Team, a: &Attend<'_>, least: usize) -> Vec<Block> {
     let total: usize = a.window.iter().map(|s| s.part.count).sum();
     let heads = a.sinks.len();
     let per_query = match &a.compressed {
@@ -51,9 +52,8 @@ fn blocks(team: &Team, a: &Attend<'_>) -> Vec<Block> {
     let fair = total.div_ceil(2 * team.threads()).max(1);
     let most = BLOCK.min(fair.max(8)).min((MAX_ROWS / per_query.max(1)).max(1));
     // With too few queries for all threads, heads are shared out too.
-    let groups =
-        if total < team.threads() && heads >= 8 { team.threads().min(heads / 4) } else { 1 };
-    let width = heads.div_ceil(groups).next_multiple_of(HEADS);
+    let groups = if total < team.threads() { team.threads().min(heads / least).max(1) } else { 1 };
+    let width = heads.div_ceil(groups).next_multiple_of(least);
     let mut found = Vec::new();
     for (seq, window) in a.window.iter().enumerate() {
         for from in (0..window.part.count).step_by(most) {
@@ -67,17 +67,28 @@ fn blocks(team: &Team, a: &Attend<'_>) -> Vec<Block> {
 }
 
 /// # Safety
-/// The machine has AVX2, FMA and F16C.
-pub(crate) unsafe fn attend(team: &Team, mut a: Attend<'_>) -> Result<(), KernelError> {
+/// The machine has AVX2, FMA and F16C, and these instructions.
+pub(crate) unsafe fn attend(
+    team: &Team,
+    instructions: InstructionSet,
+    mut a: Attend<'_>,
+) -> Result<(), KernelError> {
     a.check()?;
     let out = std::mem::replace(&mut a.out, crate::TensorMut::from_f32(&mut [], 0, 0)?);
     let out = Parts::new(out.into_f32()?);
-    let blocks = blocks(team, &a);
+    let is_wide = instructions == InstructionSet::Avx512 && wide::attend::is_able(&a);
+    // Decoding the rows twice costs little with the wide kernels, which take heads in pairs.
+    let blocks = blocks(team, &a, if is_wide { 2 } else { HEADS });
     let tokens: usize = a.window.iter().map(|s| s.part.count).sum();
     let ns = tokens * a.sinks.len() * 8_000;
     team.run(blocks.len(), ns, |i| {
         // SAFETY: CPU features are the caller's promise; blocks have disjoint queries or heads.
-        unsafe { block(&a, &blocks[i], out) }
+        unsafe {
+            if is_wide && wide::attend::block(&a, &blocks[i], out)? {
+                return Ok(());
+            }
+            block(&a, &blocks[i], out)
+        }
     })
 }
 
@@ -112,7 +123,11 @@ fn decode(a: &Attend<'_>, b: &Block, places: &mut Vec<u32>) -> Result<Rows, Kern
 }
 
 /// Every compressed row that a query of the block attends to, once; notes its place.
-fn far_rows(a: &Attend<'_>, b: &Block, places: &mut Vec<u32>) -> Result<Vec<u32>, KernelError> {
+pub(super) fn far_rows(
+    a: &Attend<'_>,
+    b: &Block,
+    places: &mut Vec<u32>,
+) -> Result<Vec<u32>, KernelError> {
     let mut union = Vec::new();
     let Some(c) = &a.compressed else { return Ok(union) };
     let part = a.window[b.seq].part;
@@ -148,7 +163,7 @@ unsafe fn block(a: &Attend<'_>, b: &Block, out: Parts<'_, f32>) -> Result<(), Ke
 }
 
 /// Clears the places that the block used.
-fn forget_places(
+pub(super) fn forget_places(
     a: &Attend<'_>,
     part: SeqPart,
     b: &Block,
@@ -163,12 +178,13 @@ fn forget_places(
     Ok(())
 }
 
-/// The rows of the panel that query `i` of the block's sequence sees, in order.
-fn visible(
+/// The rows of the panel that query `i` of the block's sequence sees, in order. The panel has `count`
+/// rows, of which the first `window` are those from position `low` on.
+pub(super) fn visible(
     a: &Attend<'_>,
     b: &Block,
     i: usize,
-    rows: &Rows,
+    (low, window, count): (u32, usize, usize),
     places: &[u32],
     list: &mut Vec<u32>,
 ) -> Result<(), KernelError> {
@@ -176,13 +192,13 @@ fn visible(
     let (t, p) = (part.first + i, part.start_pos + i as u32);
     let first = p.saturating_sub(a.window_tokens - 1);
     list.clear();
-    list.extend(first - rows.low..=p - rows.low);
+    list.extend(first - low..=p - low);
     if let Some(c) = &a.compressed {
-        let before = rows.window as u32 - 1;
+        let before = window as u32 - 1;
         list.extend(body::chosen_rows(&c.selection, t, p)?.map(|r| before + places[r as usize]));
     }
     // The kernels read these rows without further checks.
-    assert!(list.iter().all(|r| (*r as usize) < rows.panel.rows()), "rows of the panel");
+    assert!(list.iter().all(|r| (*r as usize) < count), "rows of the panel");
     Ok(())
 }
 
@@ -199,13 +215,14 @@ unsafe fn queries(
     let (part, heads) = (a.window[b.seq].part, a.sinks.len());
     let q = a.q.f32()?;
     let groups = b.heads.len().div_ceil(HEADS);
+    let shape = (rows.low, rows.window, rows.panel.rows());
     let mut lists: [Vec<u32>; UNITS] = Default::default();
     // With many heads a query fills several rounds, with few a round has several queries.
     let each = (UNITS / groups).max(1);
     for from in b.tokens.clone().step_by(each) {
         let tokens = from..b.tokens.end.min(from + each);
         for (i, list) in tokens.clone().zip(&mut lists) {
-            visible(a, b, i, rows, places, list)?;
+            visible(a, b, i, shape, places, list)?;
         }
         for round in (0..groups).step_by(UNITS) {
             let mut units = Vec::with_capacity(UNITS);

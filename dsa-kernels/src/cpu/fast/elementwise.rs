@@ -5,7 +5,7 @@
 
 #![expect(unsafe_code, reason = "vector instructions, and outputs filled by several threads")]
 
-use super::gemm::{self, Product};
+use super::gemm::{self, Input, Product};
 use super::rows::load_row;
 use super::team::{Parts, Scratch, Team};
 use crate::cpu::{body, compress as pooling, rows};
@@ -173,8 +173,8 @@ pub(crate) unsafe fn hyper_pre(team: &Team, mut a: HyperPre<'_>) -> Done {
     team.run_rows(count, 24, 6 * d, |r| {
         let mut products = Scratch::new(24 * r.len());
         let x = &x[r.start * 4 * d..r.end * 4 * d];
-        let product =
-            Product { weight: maps, x, x_stride: 4 * d, m: r.len(), rounding: Rounding::None };
+        let rows = Input::Floats(x, 4 * d);
+        let product = Product { weight: maps, x: rows, m: r.len(), rounding: Rounding::None };
         // SAFETY: CPU features are the caller's promise; the scratch is this task's own.
         unsafe { product.run(0..24, Parts::new(&mut products), 0, 24) };
         for (i, x) in x.chunks(8 * 4 * d).enumerate() {
@@ -211,8 +211,8 @@ pub(crate) unsafe fn hyper_head(team: &Team, mut a: HyperHead<'_>) -> Done {
     team.run_rows(count, 24, 4 * d, |r| {
         let mut products = Scratch::new(4 * r.len());
         let x = &x[r.start * 4 * d..r.end * 4 * d];
-        let product =
-            Product { weight: maps, x, x_stride: 4 * d, m: r.len(), rounding: Rounding::None };
+        let rows = Input::Floats(x, 4 * d);
+        let product = Product { weight: maps, x: rows, m: r.len(), rounding: Rounding::None };
         // SAFETY: CPU features are the caller's promise; the scratch is this task's own.
         unsafe { product.run(0..4, Parts::new(&mut products), 0, 4) };
         for (i, x) in x.chunks(8 * 4 * d).enumerate() {

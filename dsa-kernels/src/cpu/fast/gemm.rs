@@ -9,7 +9,8 @@
 #![expect(unsafe_code, reason = "vector instructions, and outputs filled by several threads")]
 
 use super::team::{Line, Parts, Scratch, Team};
-use crate::cpu::{body, pack};
+use super::wide::{self, Pairs, Wide};
+use crate::cpu::{InstructionSet, body, pack};
 use crate::error::KernelError;
 use crate::ops::{ActQuant, Linear, PackedWeight, Rounding, Weight, WeightDesc};
 use crate::quant;
@@ -32,6 +33,8 @@ struct Half([u16; WIDTH]);
 enum Panels {
     Bf16(Vec<Half>),
     F32(Vec<Line>),
+    /// Only made where the machine has what its products need.
+    Wide(Wide),
 }
 
 /// A matrix packed for the tiles below.
@@ -55,6 +58,7 @@ impl PackedWeight for FastWeight {
         match &self.panels {
             Panels::Bf16(p) => size_of_val(&p[..]),
             Panels::F32(p) => size_of_val(&p[..]),
+            Panels::Wide(w) => w.bytes(),
         }
     }
 
@@ -63,9 +67,17 @@ impl PackedWeight for FastWeight {
     }
 }
 
-pub(crate) fn pack(desc: &WeightDesc<'_>) -> Result<Weight, KernelError> {
+pub(crate) fn pack(
+    desc: &WeightDesc<'_>,
+    instructions: InstructionSet,
+) -> Result<Weight, KernelError> {
     desc.check()?;
     let (n, k) = (desc.rows, desc.cols);
+    if instructions == InstructionSet::Avx512
+        && let Some(wide) = wide::pack(desc)
+    {
+        return Ok(Arc::new(FastWeight { rows: n, cols: k, panels: Panels::Wide(wide) }));
+    }
     let mut row = vec![0.0; k];
     let exact = (0..n).all(|i| {
         pack::dequantise_row(desc, i, &mut row);
@@ -101,6 +113,7 @@ impl FastWeight {
             *v = match &self.panels {
                 Panels::Bf16(p) => quant::bf16_decode(p[from + c].0[lane]),
                 Panels::F32(p) => p[from + c].0[lane],
+                Panels::Wide(w) => w.value(n, c),
             };
         }
     }
@@ -110,6 +123,7 @@ impl FastWeight {
         match &self.panels {
             Panels::Bf16(_) => self.cols * size_of::<Half>(),
             Panels::F32(_) => self.cols * size_of::<Line>(),
+            Panels::Wide(_) => 0,
         }
     }
 
@@ -117,6 +131,21 @@ impl FastWeight {
         match &self.panels {
             Panels::Bf16(all) => all[p * self.cols..].as_ptr().cast(),
             Panels::F32(all) => all[p * self.cols..].as_ptr().cast(),
+            Panels::Wide(_) => std::ptr::null(),
+        }
+    }
+
+    /// Whether products can have their rows as pairs.
+    pub(crate) fn takes_pairs(&self) -> bool {
+        matches!(self.panels, Panels::Wide(_))
+    }
+
+    /// Rows of `groups * k` values as pairs, if the product can take them.
+    pub(crate) fn pairs(&self, x: &[f32], groups: usize) -> Option<Pairs> {
+        match &self.panels {
+            // SAFETY: such weights are made only where the machine has what this needs.
+            Panels::Wide(_) => unsafe { Pairs::convert(x, groups, self.cols) },
+            Panels::Bf16(_) | Panels::F32(_) => None,
         }
     }
 
@@ -128,13 +157,20 @@ impl FastWeight {
     }
 }
 
+/// Rows of an input.
+#[derive(Clone, Copy)]
+pub(crate) enum Input<'a> {
+    /// First row, and the distance between rows.
+    Floats(&'a [f32], usize),
+    /// Pairs from [`FastWeight::pairs`], first row, and number of the column group.
+    Pairs(&'a Pairs, usize, usize),
+}
+
 /// A product of `m` input rows with the columns `cols` of `W`.
 #[derive(Clone, Copy)]
 pub(crate) struct Product<'a> {
     pub(crate) weight: &'a FastWeight,
-    /// First input row; rows are `x_stride` apart.
-    pub(crate) x: &'a [f32],
-    pub(crate) x_stride: usize,
+    pub(crate) x: Input<'a>,
     pub(crate) m: usize,
     pub(crate) rounding: Rounding,
 }
@@ -157,18 +193,21 @@ impl Product<'_> {
             return;
         }
         assert!(cols.end <= self.weight.rows && cols.end <= y_stride, "columns of the product");
-        assert!((self.m - 1) * self.x_stride + k <= self.x.len(), "rows of the product");
         y.at(first + (self.m - 1) * y_stride + cols.end);
-        let job = Job {
-            k,
-            x: self.x.as_ptr(),
-            x_stride: self.x_stride,
-            m: self.m,
-            y: y.at(first),
-            y_stride,
-            cols: cols.clone(),
-            round: self.rounding == Rounding::Bf16,
+        let (y, m, round) = (y.at(first), self.m, self.rounding == Rounding::Bf16);
+        let (x, x_stride) = match (self.x, &self.weight.panels) {
+            (Input::Floats(x, stride), _) => (x, stride),
+            (Input::Pairs(pairs, row, group), Panels::Wide(w)) => {
+                let target = wide::Target { y, stride: y_stride, cols, round };
+                // SAFETY: `Parts::at` above bounds every row; such weights are made only where the
+                // machine has what this needs.
+                unsafe { wide::run(w, pairs, (row, group * wide::stride(k)), m, target) };
+                return;
+            }
+            (Input::Pairs(..), _) => unreachable!("pairs are made for such weights only"),
         };
+        assert!((m - 1) * x_stride + k <= x.len(), "rows of the product");
+        let job = Job { k, x: x.as_ptr(), x_stride, m, y, y_stride, cols: cols.clone(), round };
         let panels = cols.start / WIDTH..cols.end.div_ceil(WIDTH);
         // SAFETY: the assertions and `Parts::at` above bound every row and column that the tiles
         // touch; the panels are inside of the weight; CPU features are the caller's promise.
@@ -182,6 +221,13 @@ impl Product<'_> {
                     let mut wide = Scratch::new(k * WIDTH);
                     for p in panels {
                         widen(self.weight.panel(p), &mut wide);
+                        job.rows::<1, false>(p, wide.as_ptr().cast(), 0);
+                    }
+                }
+                Panels::Wide(w) => {
+                    let mut wide = Scratch::new(k * WIDTH);
+                    for p in panels {
+                        wide::widen(w, p, &mut wide);
                         job.rows::<1, false>(p, wide.as_ptr().cast(), 0);
                     }
                 }
@@ -393,29 +439,35 @@ pub(crate) unsafe fn linear(team: &Team, mut a: Linear<'_>) -> Result<(), Kernel
     let width = panels.div_ceil(split) * WIDTH;
     let split = n.div_ceil(width);
     let prepare = |rows: Range<usize>| {
-        let mut copy = Scratch::new(rows.len() * stride);
-        copy.copy_from_slice(&x[rows.start * stride..rows.end * stride]);
-        // SAFETY: CPU features are the caller's promise.
-        unsafe { quantise_rows(&mut copy, stride, k, quant) };
-        copy
+        let x = &x[rows.start * stride..rows.end * stride];
+        let copy = (quant != ActQuant::None).then(|| {
+            let mut copy = Scratch::new(x.len());
+            copy.copy_from_slice(x);
+            // SAFETY: CPU features are the caller's promise.
+            unsafe { quantise_rows(&mut copy, stride, k, quant) };
+            copy
+        });
+        let pairs = w.pairs(copy.as_deref().unwrap_or(x), groups);
+        (copy, pairs)
     };
-    // With column chunks all tasks read the same quantised rows.
-    let whole = (quant != ActQuant::None && !many_rows).then(|| prepare(0..m));
+    // With column chunks all tasks read the same prepared rows.
+    let whole = (!many_rows).then(|| prepare(0..m));
     team.run(m.div_ceil(chunk) * split, ns, |task| {
         let rows = task / split * chunk..m.min((task / split + 1) * chunk);
-        let own = (quant != ActQuant::None && many_rows).then(|| prepare(rows.clone()));
-        let x = match (&own, &whole) {
-            (Some(own), _) => &own[..],
-            (None, Some(whole)) => &whole[..],
-            (None, None) => &x[rows.start * stride..],
-        };
+        let own = many_rows.then(|| prepare(rows.clone()));
+        let prepared = own.as_ref().or(whole.as_ref());
+        let (copy, pairs) = prepared.map_or((&None, &None), |(copy, pairs)| (copy, pairs));
+        let floats = copy.as_deref().unwrap_or(&x[rows.start * stride..]);
         let columns = task % split * width..n.min((task % split + 1) * width);
         let per_group = n / groups;
         for g in columns.start / per_group..columns.end.div_ceil(per_group) {
             let from = columns.start.max(g * per_group);
             let to = columns.end.min((g + 1) * per_group);
-            let m = rows.len();
-            let product = Product { weight: w, x: &x[g * k..], x_stride: stride, m, rounding };
+            let x = match pairs {
+                Some(pairs) => Input::Pairs(pairs, 0, g),
+                None => Input::Floats(&floats[g * k..], stride),
+            };
+            let product = Product { weight: w, x, m: rows.len(), rounding };
             // SAFETY: each task has its own rows or columns of `y`.
             unsafe { product.run(from..to, y, rows.start * n, n) };
         }

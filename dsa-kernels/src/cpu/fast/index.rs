@@ -6,7 +6,8 @@
 
 use super::rows::load_row;
 use super::team::{Parts, Scratch, Team};
-use crate::cpu::body;
+use super::wide::{self, Pairs};
+use crate::cpu::{InstructionSet, body};
 use crate::error::KernelError;
 use crate::ops::{IndexSelect, SeqRows, rows_complete};
 use std::arch::x86_64::*;
@@ -19,12 +20,52 @@ const WIDTH: usize = 16;
 const BLOCK: usize = 32;
 
 thread_local! {
-    static KEYS: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+    static KEYS: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Rows of a piece, when the rows of one block are shared out: a multiple of what is decoded at once.
+const PIECE: usize = 512;
+
+/// Some queries of one sequence.
+struct Block {
+    seq: usize,
+    tokens: Range<usize>,
+    /// Rows that the last of them sees.
+    visible: usize,
+}
+
+/// Cuts the step into blocks; gives the nanoseconds of all of them too.
+fn blocks(team: &Team, a: &IndexSelect<'_>) -> (Vec<Block>, usize) {
+    let mut blocks = Vec::new();
+    let (mut ns, heads) = (0, a.w.cols());
+    for (s, seq) in a.seqs.iter().enumerate() {
+        let count = seq.part.count;
+        ns += rows_complete(seq.part.end_pos(), 4) as usize * (60 + count * heads * 4);
+        let size = BLOCK.min(count.div_ceil(2 * team.threads()).max(1));
+        blocks.extend((0..count).step_by(size).map(|from| {
+            let tokens = from..count.min(from + size);
+            let visible = rows_complete(seq.part.start_pos + tokens.end as u32, 4) as usize;
+            Block { seq: s, tokens, visible }
+        }));
+    }
+    (blocks, ns)
+}
+
+/// Where the selections and, if somebody asked for them, the scores go.
+struct Outputs<'a> {
+    selected: Parts<'a, i32>,
+    scores: Parts<'a, f32>,
+    /// Columns of `scores`, 0 without.
+    columns: usize,
 }
 
 /// # Safety
-/// The machine has AVX2, FMA and F16C.
-pub(crate) unsafe fn index_select(team: &Team, mut a: IndexSelect<'_>) -> Result<(), KernelError> {
+/// The machine has AVX2, FMA and F16C, and these instructions.
+pub(crate) unsafe fn index_select(
+    team: &Team,
+    instructions: InstructionSet,
+    mut a: IndexSelect<'_>,
+) -> Result<(), KernelError> {
     a.check()?;
     let selected = std::mem::replace(&mut a.selected, crate::TensorMut::from_f32(&mut [], 0, 0)?);
     let selected = Parts::new(selected.into_i32()?);
@@ -39,76 +80,143 @@ pub(crate) unsafe fn index_select(team: &Team, mut a: IndexSelect<'_>) -> Result
         }
         None => Parts::new(&mut none[..]),
     };
-    let mut blocks: Vec<(usize, Range<usize>)> = Vec::new();
-    let (mut ns, heads) = (0, a.w.cols());
-    for (s, seq) in a.seqs.iter().enumerate() {
-        let count = seq.part.count;
-        let visible = rows_complete(seq.part.end_pos(), 4) as usize;
-        ns += visible * (60 + count * heads * 4);
-        let size = BLOCK.min(count.div_ceil(2 * team.threads()).max(1));
-        blocks.extend((0..count).step_by(size).map(|from| (s, from..count.min(from + size))));
+    let out = Outputs { selected, scores, columns };
+    let (blocks, ns) = blocks(team, &a);
+    let q = match instructions {
+        // SAFETY: the caller's promise.
+        InstructionSet::Avx512 => unsafe { wide::index::queries(&a)? },
+        _ => None,
+    };
+    let kernel = Kernel { a: &a, q: q.as_ref() };
+    if blocks.len() < team.threads() {
+        return blocks.iter().try_for_each(|block| {
+            let stride = block.visible.next_multiple_of(WIDTH);
+            let mut found = Scratch::new(block.tokens.len() * stride);
+            // SAFETY: as the caller promises.
+            unsafe { kernel.pieces(team, block, &mut found, ns)? };
+            choose(&a, block, &found, &out);
+            Ok(())
+        });
     }
     team.run(blocks.len(), ns, |i| {
-        let (seq, tokens) = (&a.seqs[blocks[i].0], blocks[i].1.clone());
-        let visible = rows_complete(seq.part.start_pos + tokens.end as u32, 4) as usize;
-        let mut found = Scratch::new(tokens.len() * visible.next_multiple_of(WIDTH));
+        let block = &blocks[i];
+        let stride = block.visible.next_multiple_of(WIDTH);
+        let mut found = Scratch::new(block.tokens.len() * stride);
         // SAFETY: CPU features are the caller's promise.
-        unsafe { score(&a, seq, tokens.clone(), visible, &mut found)? };
-        for (i, row) in tokens.zip(found.chunks_exact(visible.next_multiple_of(WIDTH).max(1))) {
-            let t = seq.part.first + i;
-            let visible = rows_complete(seq.part.start_pos + i as u32 + 1, 4) as usize;
-            // SAFETY: each block has its own tokens.
-            unsafe {
-                let chosen = selected.range(t * a.top_k..(t + 1) * a.top_k);
-                KEYS.with_borrow_mut(|k| body::select_top_k(&row[..visible], chosen, k));
-                if columns > 0 {
-                    let at = t * columns;
-                    scores.range(at..at + visible).copy_from_slice(&row[..visible]);
-                }
-            }
-        }
-        if visible == 0 {
-            // No score rows to iterate over: nothing is visible to any token of this block.
-            let (first, k) = (seq.part.first, a.top_k);
-            let span = (first + blocks[i].1.start) * k..(first + blocks[i].1.end) * k;
-            // SAFETY: each block has its own tokens.
-            unsafe { selected.range(span) }.fill(-1);
-        }
+        unsafe { kernel.score(block, 0..block.visible, &mut found, stride)? };
+        choose(&a, block, &found, &out);
         Ok(())
     })
 }
 
-/// Scores of the block's tokens with the first `visible` rows; rows of `found` are padded to
-/// panels.
+/// Chooses rows for the tokens of a block, whose scores are in rows of whole panels.
+fn choose(a: &IndexSelect<'_>, block: &Block, found: &[f32], out: &Outputs<'_>) {
+    let (seq, k) = (&a.seqs[block.seq], a.top_k);
+    let stride = block.visible.next_multiple_of(WIDTH);
+    for (n, i) in block.tokens.clone().enumerate() {
+        let t = seq.part.first + i;
+        let visible = rows_complete(seq.part.start_pos + i as u32 + 1, 4) as usize;
+        let row = &found[n * stride..][..visible];
+        // SAFETY: each block has its own tokens.
+        unsafe {
+            let chosen = out.selected.range(t * k..(t + 1) * k);
+            KEYS.with_borrow_mut(|keys| body::select_top_k(row, chosen, keys));
+            if out.columns > 0 {
+                let at = t * out.columns;
+                out.scores.range(at..at + visible).copy_from_slice(row);
+            }
+        }
+    }
+}
+
+/// The operation's arguments, and its queries as pairs if the BF16 kernels can have them.
+struct Kernel<'a> {
+    a: &'a IndexSelect<'a>,
+    q: Option<&'a Pairs>,
+}
+
+impl Kernel<'_> {
+    /// Scores of a block, its rows shared out.
+    ///
+    /// # Safety
+    /// The machine has AVX2, FMA and F16C.
+    unsafe fn pieces(
+        &self,
+        team: &Team,
+        block: &Block,
+        found: &mut [f32],
+        ns: usize,
+    ) -> Result<(), KernelError> {
+        let stride = block.visible.next_multiple_of(WIDTH);
+        let all = Parts::new(found);
+        team.run(block.visible.div_ceil(PIECE), ns, |i| {
+            let rows = i * PIECE..block.visible.min((i + 1) * PIECE);
+            let width = rows.len().next_multiple_of(WIDTH);
+            let mut own = Scratch::new(block.tokens.len() * width);
+            // SAFETY: CPU features are the caller's promise.
+            unsafe { self.score(block, rows.clone(), &mut own, width)? };
+            for (n, scores) in own.chunks_exact(width).enumerate() {
+                let at = n * stride + rows.start;
+                // SAFETY: each piece has its own rows.
+                unsafe { all.range(at..at + width) }.copy_from_slice(scores);
+            }
+            Ok(())
+        })
+    }
+
+    /// Scores of the block's tokens with `rows`, from the first element of rows of `stride` on.
+    ///
+    /// # Safety
+    /// The machine has AVX2, FMA and F16C.
+    unsafe fn score(
+        &self,
+        block: &Block,
+        rows: Range<usize>,
+        found: &mut [f32],
+        stride: usize,
+    ) -> Result<(), KernelError> {
+        let place = || (&self.a.seqs[block.seq], block.tokens.clone());
+        // SAFETY: the caller's promise; pairs are made only where the machine has what they need.
+        unsafe {
+            if let Some(q) = self.q
+                && wide::index::score(self.a, q, place(), rows.clone(), found, stride)?
+            {
+                return Ok(());
+            }
+            score(self.a, place(), rows, found, stride)
+        }
+    }
+}
+
+/// Scores of the tokens with `rows`; those of a token are `stride` apart.
 #[target_feature(enable = "avx2,fma,f16c")]
 fn score(
     a: &IndexSelect<'_>,
-    seq: &SeqRows<'_>,
-    tokens: Range<usize>,
-    visible: usize,
+    (seq, tokens): (&SeqRows<'_>, Range<usize>),
+    rows: Range<usize>,
     found: &mut [f32],
+    stride: usize,
 ) -> Result<(), KernelError> {
     let (q, w, heads) = (a.q.f32()?, a.w.f32()?, a.w.cols());
-    let stride = visible.next_multiple_of(WIDTH);
     let mut panel = Scratch::new(DIM * WIDTH);
-    let mut rows = Scratch::new(DIM * WIDTH);
-    for from in (0..visible).step_by(WIDTH) {
-        for (i, out) in rows.chunks_exact_mut(DIM).enumerate() {
-            if from + i < visible {
+    let mut decoded = Scratch::new(DIM * WIDTH);
+    for from in rows.clone().step_by(WIDTH) {
+        for (i, out) in decoded.chunks_exact_mut(DIM).enumerate() {
+            if from + i < rows.end {
                 let at = seq.row((from + i) as u32, a.keys.rows_per_page);
                 load_row("index_select", &a.keys, at, out)?;
             } else {
                 out.fill(0.0);
             }
         }
-        transpose(&rows, &mut panel);
+        transpose(&decoded, &mut panel);
         for (n, i) in tokens.clone().enumerate() {
             let t = seq.part.first + i;
             if rows_complete(seq.part.start_pos + i as u32 + 1, 4) as usize <= from {
                 continue;
             }
             let q = q[t * heads * DIM..(t + 1) * heads * DIM].as_chunks::<DIM>().0;
-            let out = &mut found[n * stride + from..][..WIDTH];
+            let out = &mut found[n * stride + from - rows.start..][..WIDTH];
             token(q, &w[t * heads..(t + 1) * heads], &panel, out);
         }
     }

@@ -3,8 +3,9 @@
 
 #![expect(unsafe_code, reason = "vector instructions, and outputs filled by several threads")]
 
-use super::gemm::{FastWeight, Product, own, quantise_rows};
+use super::gemm::{FastWeight, Input, Product, own, quantise_rows};
 use super::team::{Parts, Scratch, Team};
+use super::wide::Pairs;
 use crate::cpu::body;
 use crate::error::KernelError;
 use crate::ops::{ExpertWeights, Moe, Rounding};
@@ -72,8 +73,10 @@ fn plan(a: &Moe<'_>) -> Result<Plan, KernelError> {
 pub(crate) unsafe fn moe(team: &Team, mut a: Moe<'_>) -> Result<(), KernelError> {
     a.check()?;
     let (t, d, k) = (a.x.rows(), a.x.cols(), a.experts.cols());
+    let mut takes_pairs = true;
     for e in a.routed.iter().chain([a.shared]) {
-        [&e.w1, &e.w2, &e.w3].into_iter().try_for_each(|w| own("moe", w).map(|_| ()))?;
+        own("moe", &e.w2)?;
+        takes_pairs &= own("moe", &e.w1)?.takes_pairs() && own("moe", &e.w3)?.takes_pairs();
     }
     let plan = plan(&a)?;
     let mut x = Scratch::new(t * d);
@@ -87,6 +90,11 @@ pub(crate) unsafe fn moe(team: &Team, mut a: Moe<'_>) -> Result<(), KernelError>
             Ok(())
         })?;
     }
+    let pairs = if takes_pairs { shared.pairs(&x, 1) } else { None };
+    let x = match &pairs {
+        Some(pairs) => Input::Pairs(pairs, 0, 0),
+        None => Input::Floats(&x, d),
+    };
     let mut results = Scratch::new(plan.rows.len() * d);
     {
         let results = Parts::new(&mut results);
@@ -97,7 +105,7 @@ pub(crate) unsafe fn moe(team: &Team, mut a: Moe<'_>) -> Result<(), KernelError>
             // SAFETY: CPU features; each task has its own rows of the results.
             unsafe {
                 let out = results.range(task.from * d..task.to * d);
-                expert(&a, task.expert.map_or(a.shared, |e| &a.routed[e]), &x, (&plan, task), out)
+                expert(&a, task.expert.map_or(a.shared, |e| &a.routed[e]), x, (&plan, task), out)
             }
         })?;
     }
@@ -113,6 +121,40 @@ pub(crate) unsafe fn moe(team: &Team, mut a: Moe<'_>) -> Result<(), KernelError>
     })
 }
 
+/// The rows of one task, gathered.
+enum Gathered {
+    Floats(Scratch),
+    Pairs(Pairs),
+}
+
+impl Gathered {
+    fn new(rows: &[(usize, f32)], x: Input<'_>) -> Self {
+        match x {
+            Input::Pairs(all, ..) => {
+                let mut own = Pairs::new(rows.len(), all.stride());
+                for (i, (token, _)) in rows.iter().enumerate() {
+                    own.row_mut(i).copy_from_slice(all.row(*token));
+                }
+                Self::Pairs(own)
+            }
+            Input::Floats(all, d) => {
+                let mut own = Scratch::new(rows.len() * d);
+                for ((token, _), row) in rows.iter().zip(own.chunks_exact_mut(d)) {
+                    row.copy_from_slice(&all[token * d..(token + 1) * d]);
+                }
+                Self::Floats(own)
+            }
+        }
+    }
+
+    fn input(&self, width: usize) -> Input<'_> {
+        match self {
+            Self::Floats(x) => Input::Floats(x, width),
+            Self::Pairs(x) => Input::Pairs(x, 0, 0),
+        }
+    }
+}
+
 /// One expert on the rows of one task.
 ///
 /// # Safety
@@ -120,7 +162,7 @@ pub(crate) unsafe fn moe(team: &Team, mut a: Moe<'_>) -> Result<(), KernelError>
 unsafe fn expert(
     a: &Moe<'_>,
     e: &ExpertWeights,
-    x: &[f32],
+    x: Input<'_>,
     (plan, task): (&Plan, &Task),
     out: &mut [f32],
 ) -> Result<(), KernelError> {
@@ -128,26 +170,28 @@ unsafe fn expert(
     let (m, d) = (rows.len(), a.x.cols());
     let (w1, w2, w3) = (own("moe", &e.w1)?, own("moe", &e.w2)?, own("moe", &e.w3)?);
     let inner = e.w1.rows();
-    let mut gathered = Scratch::new(m * d);
-    for ((token, _), row) in rows.iter().zip(gathered.chunks_exact_mut(d)) {
-        row.copy_from_slice(&x[token * d..(token + 1) * d]);
-    }
+    let gathered = Gathered::new(rows, x);
     let (mut gate, mut up) = (Scratch::new(m * inner), Scratch::new(m * inner));
     // SAFETY: CPU features; all targets are this task's own.
     unsafe {
-        product(w1, &gathered, m, a.rounding, &mut gate);
-        product(w3, &gathered, m, a.rounding, &mut up);
+        product(w1, gathered.input(d), m, a.rounding, &mut gate);
+        product(w3, gathered.input(d), m, a.rounding, &mut up);
         activate(a, rows, &up, &mut gate, inner);
-        product(w2, &gate, m, a.rounding, out);
+        let pairs = w2.pairs(&gate, 1);
+        let hidden = match &pairs {
+            Some(pairs) => Input::Pairs(pairs, 0, 0),
+            None => Input::Floats(&gate, inner),
+        };
+        product(w2, hidden, m, a.rounding, out);
     }
     Ok(())
 }
 
 /// # Safety
 /// CPU features.
-unsafe fn product(w: &FastWeight, x: &[f32], m: usize, rounding: Rounding, y: &mut [f32]) {
+unsafe fn product(w: &FastWeight, x: Input<'_>, m: usize, rounding: Rounding, y: &mut [f32]) {
     use crate::ops::PackedWeight;
-    let product = Product { weight: w, x, x_stride: w.cols(), m, rounding };
+    let product = Product { weight: w, x, m, rounding };
     // SAFETY: CPU features; `y` is borrowed exclusively.
     unsafe { product.run(0..w.rows(), Parts::new(y), 0, w.rows()) };
 }

@@ -7,65 +7,150 @@ use crate::error::KernelError;
 use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut, Range};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+use std::{fmt, hint};
 
 /// Nanoseconds of estimated work below which waking another thread does not pay.
-const WORTH_SHARING_NS: usize = 25_000;
+const WORTH_WAKING_NS: usize = 25_000;
+/// Nanoseconds of estimated work below which telling a thread that is awake does not pay.
+const WORTH_SHARING_NS: usize = 4_000;
+/// How long a helper without work stays awake: longer than the pauses inside of a decode step.
+const AWAKE: Duration = Duration::from_micros(60);
 
-/// The calling thread and `threads - 1` pool threads.
+/// The calling thread and `threads - 1` helpers of its own.
 #[derive(Debug)]
 pub(crate) struct Team {
-    pool: Option<rayon::ThreadPool>,
-    threads: usize,
-    /// Calls for help that no pool thread has answered yet.
-    unanswered: Arc<AtomicUsize>,
+    board: Arc<Board>,
+    helpers: Vec<JoinHandle<()>>,
+}
+
+/// Where callers put up work and helpers look for it.
+#[derive(Debug, Default)]
+struct Board {
+    /// At most one job a caller.
+    jobs: Mutex<Vec<Arc<Job>>>,
+    /// Number of the last job; helpers that are awake watch it.
+    last: AtomicUsize,
+    asleep: AtomicUsize,
+    is_over: AtomicBool,
+}
+
+/// Work of a caller, which waits until nobody is inside of the gate.
+struct Job {
+    number: usize,
+    gate: Gate,
+    work: &'static (dyn Fn() + Sync),
+}
+
+impl fmt::Debug for Job {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Job").field("number", &self.number).finish_non_exhaustive()
+    }
+}
+
+impl Board {
+    fn jobs(&self) -> MutexGuard<'_, Vec<Arc<Job>>> {
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A helper's life. A panic in it ends the process: its caller would go on with half a result.
+    fn help(&self) {
+        let _fatal = Fatal;
+        let mut seen = 0;
+        while !self.is_over.load(Ordering::Acquire) {
+            let last = self.last.load(Ordering::SeqCst);
+            if last == seen {
+                self.wait(seen);
+                continue;
+            }
+            seen = last;
+            // The jobs of now, each once; newer ones change the number again.
+            let mut done = 0;
+            while let Some(job) = self.next(done) {
+                done = job.number;
+                if let Some(_inside) = job.gate.enter() {
+                    (job.work)();
+                }
+            }
+        }
+    }
+
+    /// The first job after number `done`.
+    fn next(&self, done: usize) -> Option<Arc<Job>> {
+        let jobs = self.jobs();
+        jobs.iter().filter(|job| job.number > done).min_by_key(|job| job.number).map(Arc::clone)
+    }
+
+    /// Returns when there may be a job after number `seen`.
+    fn wait(&self, seen: usize) {
+        let start = Instant::now();
+        while start.elapsed() < AWAKE {
+            for _ in 0..32 {
+                if self.last.load(Ordering::Relaxed) != seen {
+                    return;
+                }
+                hint::spin_loop();
+            }
+        }
+        self.asleep.fetch_add(1, Ordering::SeqCst);
+        // Whoever changes the number after this looks at `asleep` after it was raised.
+        while self.last.load(Ordering::SeqCst) == seen && !self.is_over.load(Ordering::SeqCst) {
+            thread::park();
+        }
+        self.asleep.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 impl Team {
-    /// A team of `threads`; of the caller alone if the system gives no thread.
+    /// A team of `threads`; a smaller one if the system gives fewer threads.
     pub(crate) fn new(threads: usize) -> Self {
-        let build = |n: usize| {
-            let name = |i| format!("dsa-kernels-{i}");
-            rayon::ThreadPoolBuilder::new().num_threads(n).thread_name(name).build().ok()
+        let board = Arc::new(Board::default());
+        let start = |i: usize| {
+            let board = Arc::clone(&board);
+            let named = thread::Builder::new().name(format!("dsa-kernels-{i}"));
+            named.spawn(move || board.help()).ok()
         };
-        let pool = if threads > 1 { build(threads - 1) } else { None };
-        let threads = if pool.is_some() { threads } else { 1 };
-        Self { pool, threads, unanswered: Arc::default() }
+        let helpers = (1..threads).map_while(start).collect();
+        Self { board, helpers }
     }
 
-    /// Runs `work` here and, if they come before it is over, on up to `helpers` pool threads.
-    fn together(&self, pool: &rayon::ThreadPool, helpers: usize, work: &(dyn Fn() + Sync)) {
-        let gate = Arc::new(Gate::new());
-        // SAFETY: only the lifetime changes. A pool thread calls it while it is inside of the gate,
-        // and `Closing` keeps this frame alive until the gate is closed with nobody inside.
+    /// Runs `work` here and, if they come before it is over, on the helpers. Those asleep are woken
+    /// if the work is worth it.
+    fn together(&self, ns: usize, work: &(dyn Fn() + Sync)) {
+        // SAFETY: only the lifetime changes. A helper calls it while it is inside of the gate, and
+        // `Closing` keeps this frame alive until the gate is closed with nobody inside.
         let shared: &'static (dyn Fn() + Sync) = unsafe { std::mem::transmute(work) };
-        let closing = Closing(&gate);
-        for _ in 0..helpers {
-            // Threads that are behind with answering would not come in time for this either.
-            if self.unanswered.load(Ordering::Relaxed) >= 2 * self.threads {
-                break;
-            }
-            self.unanswered.fetch_add(1, Ordering::Relaxed);
-            let (gate, unanswered) = (Arc::clone(&gate), Arc::clone(&self.unanswered));
-            pool.spawn(move || {
-                unanswered.fetch_sub(1, Ordering::Relaxed);
-                if let Some(_inside) = gate.enter() {
-                    shared();
-                }
-            });
+        let gate = Gate::new();
+        let job = {
+            let mut jobs = self.board.jobs();
+            let number = self.board.last.load(Ordering::Relaxed) + 1;
+            let job = Arc::new(Job { number, gate, work: shared });
+            jobs.push(Arc::clone(&job));
+            // Under the lock, so that numbers are given once.
+            self.board.last.store(number, Ordering::SeqCst);
+            job
+        };
+        let closing = Closing(&job.gate);
+        if ns >= WORTH_WAKING_NS && self.board.asleep.load(Ordering::SeqCst) > 0 {
+            self.helpers.iter().for_each(|h| h.thread().unpark());
         }
+        let listed = Listed { board: &self.board, number: job.number };
         work();
+        drop(listed);
         drop(closing);
     }
 
     pub(crate) fn threads(&self) -> usize {
-        self.threads
+        1 + self.helpers.len()
     }
 
     /// Whether `ns` nanoseconds of single-threaded work are worth more than one thread.
     pub(crate) fn shares(&self, ns: usize) -> bool {
-        self.threads > 1 && ns >= WORTH_SHARING_NS
+        let are_awake = self.board.asleep.load(Ordering::Relaxed) < self.helpers.len();
+        ns >= if are_awake { WORTH_SHARING_NS } else { WORTH_WAKING_NS } && !self.helpers.is_empty()
     }
 
     /// Runs `task(0..tasks)` in any order, on several threads if `ns` of work are worth it. Which
@@ -76,10 +161,9 @@ impl Team {
         ns: usize,
         task: impl Fn(usize) -> Result<(), KernelError> + Sync,
     ) -> Result<(), KernelError> {
-        let pool = match &self.pool {
-            Some(pool) if tasks > 1 && self.shares(ns) => pool,
-            _ => return (0..tasks).try_for_each(task),
-        };
+        if tasks < 2 || !self.shares(ns) {
+            return (0..tasks).try_for_each(task);
+        }
         let next = AtomicUsize::new(0);
         let failed = Mutex::new(None);
         let work = || {
@@ -90,12 +174,12 @@ impl Team {
                 }
                 if let Err(e) = task(i) {
                     next.store(tasks, Ordering::Relaxed);
-                    *failed.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(e);
+                    *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(e);
                 }
             }
         };
-        self.together(pool, self.threads.min(tasks) - 1, &work);
-        let error = failed.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+        self.together(ns, &work);
+        let error = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
         error.map_or(Ok(()), Err)
     }
 
@@ -112,8 +196,43 @@ impl Team {
         if !self.shares(ns) {
             return if rows == 0 { Ok(()) } else { task(0..rows) };
         }
-        let chunk = rows.div_ceil(4 * self.threads).next_multiple_of(unit);
+        let chunk = rows.div_ceil(4 * self.threads()).next_multiple_of(unit);
         self.run(rows.div_ceil(chunk), ns, |i| task(i * chunk..rows.min((i + 1) * chunk)))
+    }
+}
+
+impl Drop for Team {
+    fn drop(&mut self) {
+        self.board.is_over.store(true, Ordering::SeqCst);
+        self.board.last.fetch_add(1, Ordering::SeqCst);
+        for helper in self.helpers.drain(..) {
+            helper.thread().unpark();
+            // No helper ends by a panic.
+            let _ = helper.join();
+        }
+    }
+}
+
+/// Ends the process where a panic comes by.
+struct Fatal;
+
+impl Drop for Fatal {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            std::process::abort();
+        }
+    }
+}
+
+/// A job on the board, taken down when this is dropped, also when the caller panics.
+struct Listed<'a> {
+    board: &'a Board,
+    number: usize,
+}
+
+impl Drop for Listed<'_> {
+    fn drop(&mut self) {
+        self.board.jobs().retain(|job| job.number != self.number);
     }
 }
 
@@ -223,7 +342,6 @@ impl<'a, T> Parts<'a, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::thread;
 
     const LONG: usize = usize::MAX / 2;
 
